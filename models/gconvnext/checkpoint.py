@@ -1,0 +1,223 @@
+"""Models and checkpoints as the scripts share them: create, save, load, fuse."""
+
+import argparse
+import difflib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import timm
+import timm.data
+import timm.utils
+import torch
+from timm.models import clean_state_dict, get_pretrained_cfg_value, is_model_in_modules, split_model_name_tag
+from torch import nn
+
+_MODULES = ("sgconvnext", "mrconvnext")  # timm's registry files our models under these
+
+
+@dataclass
+class LoadedModel:
+    """A model ready for use, with what is needed to feed it and to read its output.
+
+    Attributes:
+        model: The timm model, in eval mode, on the CPU.
+        arch: Its name in timm's registry.
+        data_config: Input size, mean, std, interpolation and crop, as from timm's `resolve_data_config`.
+        class_names: Name of each class index, None where the weights do not come with names.
+    """
+
+    model: nn.Module
+    arch: str
+    data_config: dict[str, Any]
+    class_names: list[str] | None
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+def check_model_name(name: str) -> None:
+    """Raises ValueError, with the nearest known names, unless timm knows the model `name` (a tag may follow a dot)."""
+    arch, tag = split_model_name_tag(name)
+    if not timm.is_model(arch):
+        near = difflib.get_close_matches(arch, timm.list_models(), n=5)
+        hint = f"did you mean {', '.join(near)}?" if near else "timm.list_models() lists the known ones."
+        raise ValueError(f"unknown model {name!r}: {hint}")
+    if tag and name not in timm.list_pretrained(f"{arch}.*"):
+        known = ", ".join(timm.list_pretrained(f"{arch}.*")) or "none"
+        raise ValueError(f"unknown weights {name!r}: those of {arch} are {known}.")
+
+
+def img_size_args(name: str, img_size: int | None) -> dict[str, int]:
+    """The keyword that makes a model for `img_size` pixels; empty if None, or if the model is the same at any size."""
+    fixed = is_model_in_modules(name, _MODULES) or get_pretrained_cfg_value(name, "fixed_input_size")
+    return {"img_size": img_size} if img_size is not None and fixed else {}
+
+
+def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """`timm.create_model` with errors for people.
+
+    Raises:
+        ValueError: If the name, the weights or a keyword is unknown, or if a keyword has a value that is not allowed.
+    """
+    check_model_name(name)
+    try:
+        return timm.create_model(name, pretrained=pretrained, **kwargs)
+    except TypeError as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
+        raise ValueError(f"model {name!r} cannot be made with {given}: {error}") from error
+    except RuntimeError as error:
+        if pretrained and not get_pretrained_cfg_value(name, "hf_hub_id"):
+            raise ValueError(f"there are no pretrained weights of {name!r}: give --checkpoint.") from error
+        raise
+
+
+def fuse(model: nn.Module) -> nn.Module:
+    """The model's inference form (timm's `reparameterize_model`), a copy; models without one come back as they are."""
+    return timm.utils.reparameterize_model(model.eval())
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    arch: str,
+    model_args: dict[str, Any],
+    class_names: Sequence[str],
+    data_config: dict[str, Any],
+    epoch: int,
+    metrics: dict[str, float],
+    args: dict[str, Any],
+    model_ema: nn.Module | None = None,
+) -> None:
+    """Writes a training checkpoint from which `load_model` makes the model again, without further information.
+
+    The file replaces an older one only when it is complete, and loads with `torch.load(..., weights_only=True)`.
+
+    Args:
+        path: File to write.
+        model: The trained model, without wrappers.
+        arch: Its name in timm's registry.
+        model_args: Keywords it was made with (`num_classes`, `img_size`, ...).
+        class_names: Name of each class index.
+        data_config: What timm's `resolve_data_config` gave.
+        epoch: Number of finished epochs.
+        metrics: Figures of that epoch.
+        args: Options of the run, plain values.
+        model_ema: The model with averaged weights, if there is one.
+    """
+    checkpoint = {
+        "arch": arch,
+        "model_args": model_args,
+        "class_names": list(class_names),
+        "data_config": data_config,
+        "epoch": epoch,
+        "metrics": metrics,
+        "args": args,
+        "state_dict": model.state_dict(),
+    }
+    if model_ema is not None:
+        checkpoint["state_dict_ema"] = model_ema.state_dict()
+    temporary = f"{path}.tmp"
+    torch.save(checkpoint, temporary)
+    os.replace(temporary, path)
+
+
+def load_model(
+    name: str | None = None,
+    checkpoint: str | Path | None = None,
+    pretrained: bool = False,
+    use_ema: bool = True,
+    img_size: int | None = None,
+) -> LoadedModel:
+    """Makes a model from a training checkpoint, from a plain state dict and a name, or from a name alone.
+
+    Args:
+        name: timm model name. Needed for a plain state dict (`.pth`, `.safetensors`); with a training checkpoint, which
+            knows its model, only a check.
+        checkpoint: File with weights.
+        pretrained: Whether to take timm's pretrained weights of `name`; not together with `checkpoint`.
+        use_ema: Whether to prefer averaged weights where the checkpoint has them.
+        img_size: Image side in pixels for the data config; None keeps the checkpoint's or the model's.
+
+    Returns:
+        The model in eval mode; with random weights if neither `checkpoint` nor `pretrained` is given.
+
+    Raises:
+        FileNotFoundError: If there is no file `checkpoint`.
+        ValueError: If the file is no checkpoint, is one of another model or does not fit `name`, if the model's name is
+            unknown, or if neither says which model to make.
+    """
+    if name is not None:
+        check_model_name(name)
+    if checkpoint is None:
+        if name is None:
+            raise ValueError("no model: give --checkpoint (a file written by train.py) or --model (a timm name).")
+        model = create_model(name, pretrained, **img_size_args(name, img_size))
+        return _loaded(model, name, {}, img_size)
+    if pretrained:
+        raise ValueError("--pretrained and --checkpoint both give the weights: choose one.")
+    content = _read(Path(checkpoint))
+    arch = content.get("arch", name)
+    if arch is None:
+        raise ValueError(f"{checkpoint} does not say which model its weights belong to: give --model.")
+    if name is not None and split_model_name_tag(name)[0] != split_model_name_tag(arch)[0]:
+        raise ValueError(f"{checkpoint} is a checkpoint of {arch!r}, not of {name!r}: give that --model, or none.")
+    state_dict = _weights(content, use_ema)
+    model_args = content.get("model_args", _head_args(arch, state_dict))
+    model = create_model(arch, **model_args)
+    try:
+        model.load_state_dict(state_dict)
+    except RuntimeError as error:
+        raise ValueError(f"the weights in {checkpoint} do not fit {arch!r} with {model_args}: {error}") from error
+    return _loaded(model, arch, content, img_size)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The content of a weights file, a dict."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint file at {path}.")
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        with torch.serialization.safe_globals([argparse.Namespace]):  # timm's own checkpoints have one inside
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a file of another kind makes the readers raise nearly anything
+        raise ValueError(f"{path} is not a checkpoint that can be read safely: {_first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a checkpoint: expected a dict of weights, got {type(content).__name__}.")
+    return content
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _weights(content: dict[str, Any], use_ema: bool) -> dict[str, torch.Tensor]:
+    """The state dict in a checkpoint: averaged weights first if wanted, then the usual keys, then the dict itself."""
+    keys = ("state_dict_ema", "state_dict", "model") if use_ema else ("state_dict", "model")
+    state_dict = next((content[key] for key in keys if content.get(key) is not None), content)
+    if not isinstance(state_dict, dict) or not all(torch.is_tensor(value) for value in state_dict.values()):
+        raise ValueError(
+            f"the checkpoint holds no weights: expected a dict of tensors, got the keys {list(content)[:5]}."
+        )
+    return clean_state_dict(state_dict)
+
+
+def _head_args(arch: str, state_dict: dict[str, torch.Tensor]) -> dict[str, int]:
+    """`num_classes` of a plain state dict, read off its classifier."""
+    check_model_name(arch)
+    weight = state_dict.get(f"{get_pretrained_cfg_value(arch, 'classifier')}.weight")
+    return {} if weight is None else {"num_classes": weight.shape[0]}
+
+
+def _loaded(model: nn.Module, arch: str, content: dict[str, Any], img_size: int | None) -> LoadedModel:
+    data_config = content.get("data_config") or timm.data.resolve_data_config(model=model)
+    if img_size is not None:
+        data_config = {**data_config, "input_size": (data_config["input_size"][0], img_size, img_size)}
+    return LoadedModel(model.eval(), arch, data_config, content.get("class_names"))

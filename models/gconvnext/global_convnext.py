@@ -1,0 +1,231 @@
+"""The network both families share: timm's ConvNeXt with the token mixer of every block replaced."""
+
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple, Type
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import trunc_normal_
+from timm.models import build_model_with_cfg, resolve_pretrained_cfg
+from timm.models._input import update_model_input_size
+from timm.models.convnext import ConvNeXt, ConvNeXtBlock
+from torch import Tensor, nn
+
+from .layers import TokenMixer
+
+__all__ = ["GlobalConvNeXt", "SIZES", "checkpoint_filter_fn", "create_global_convnext"]
+
+# Depths, widths and options of timm's ConvNeXt of the same name.
+SIZES: Dict[str, Dict[str, Any]] = {
+    "atto": dict(depths=(2, 2, 6, 2), dims=(40, 80, 160, 320), conv_mlp=True),
+    "femto": dict(depths=(2, 2, 6, 2), dims=(48, 96, 192, 384), conv_mlp=True),
+    "pico": dict(depths=(2, 2, 6, 2), dims=(64, 128, 256, 512), conv_mlp=True),
+    "nano": dict(depths=(2, 2, 8, 2), dims=(80, 160, 320, 640), conv_mlp=True),
+    "tiny": dict(depths=(3, 3, 9, 3), dims=(96, 192, 384, 768)),
+    "small": dict(depths=(3, 3, 27, 3), dims=(96, 192, 384, 768)),
+    "base": dict(depths=(3, 3, 27, 3), dims=(128, 256, 512, 1024)),
+    "large": dict(depths=(3, 3, 27, 3), dims=(192, 384, 768, 1536)),
+}
+
+
+def _image_size(img_size: int | Tuple[int, int]) -> Tuple[int, int]:
+    size = (img_size, img_size) if isinstance(img_size, int) else tuple(int(side) for side in img_size)
+    if len(size) != 2 or min(size) < 32:
+        raise ValueError(f"img_size: got {img_size!r}, expected a side or (height, width) of at least 32 pixels.")
+    return size
+
+
+class GlobalConvNeXt(ConvNeXt):
+    """timm's ConvNeXt (Liu et al. 2022, arXiv 2201.03545) with another token mixer for each depthwise convolution.
+
+    The kernels' parameters belong to the feature maps of one image size, `img_size`; the network runs on images of
+    any size from 32x32 (`resample_kernel`).
+
+    Args:
+        mixer: Makes a block's token mixer: called with `(dim, map_size, stride=, dilation=, device=, dtype=)`.
+        img_size: Image side or (height, width), in pixels, whose feature maps are the kernels' reference grids.
+        ls_init_value: Initial layer scale, None for none.
+        head_init_scale: Factor on the classifier's initial weights.
+        **kwargs: See `timm.models.ConvNeXt`.
+
+    Raises:
+        TypeError: For an unknown argument, and for `kernel_sizes`: there are no kernel sizes to choose.
+        ValueError: For an `img_size` under 32 pixels.
+    """
+
+    def __init__(
+        self,
+        mixer: Callable[..., TokenMixer],
+        img_size: int | Tuple[int, int] = 224,
+        ls_init_value: Optional[float] = 1e-6,
+        head_init_scale: float = 1.0,
+        device=None,
+        dtype=None,
+        **kwargs: Any,
+    ) -> None:
+        if "kernel_sizes" in kwargs:
+            raise TypeError(
+                f"{type(self).__name__}: unexpected keyword argument 'kernel_sizes': the kernels are global."
+            )
+        # Built without storage, then materialised and initialised once: so a model made on the meta device, filled by
+        # `to_empty` and `init_weights`, draws the same numbers as one made directly.
+        super().__init__(ls_init_value=ls_init_value, device="meta", dtype=dtype, **kwargs)
+        self.kernel_img_size = _image_size(img_size)
+        self.ls_init_value = ls_init_value
+        self.head_init_scale = head_init_scale
+        self._replace_token_mixers(mixer, self.kernel_img_size, dtype)
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.init_weights()
+
+    def _replace_token_mixers(self, mixer: Callable[..., TokenMixer], img_size: Tuple[int, int], dtype) -> None:
+        x = torch.empty(1, self.in_chans, *img_size, device="meta", dtype=dtype)
+        x = self.stem(x)
+        for stage, info in zip(self.stages, self.feature_info, strict=True):
+            x = stage.downsample(x)  # shapes only
+            for block in stage.blocks:
+                conv = block.conv_dw
+                block.conv_dw = mixer(
+                    conv.in_channels,
+                    tuple(x.shape[-2:]),
+                    stride=info["reduction"],
+                    dilation=conv.dilation[0],
+                    device="meta",
+                    dtype=dtype,
+                )
+
+    @torch.jit.ignore
+    def token_mixers(self) -> Dict[str, TokenMixer]:
+        """The token mixers by module name, in network order."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, TokenMixer)}
+
+    @torch.jit.ignore
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialise every parameter and buffer, as the constructor does; also after `to_empty` on a meta model."""
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Conv2d, nn.Linear)):
+                trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+                if name.startswith("head."):
+                    module.weight.mul_(self.head_init_scale)
+            elif isinstance(module, ConvNeXtBlock):
+                if module.gamma is not None:
+                    nn.init.constant_(module.gamma, self.ls_init_value)
+            elif hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    @torch.jit.ignore
+    def kernel_parameter_names(self) -> Set[str]:
+        """Names of the global kernels' parameters, which take their own learning rate and no weight decay."""
+        return {f"{name}.{kernel}" for name, mixer in self.token_mixers().items() for kernel in mixer.kernel_names()}
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> Set[str]:
+        """Names of the parameters without weight decay: global kernels, branch weights alpha, and skips."""
+        names = self.kernel_parameter_names()
+        for name, mixer in self.token_mixers().items():
+            names.update(f"{name}.{other}" for other in ("alpha", "skip") if other in mixer._parameters)
+        return names
+
+    @torch.jit.ignore
+    def set_input_size(self, img_size: int | Tuple[int, int]) -> None:
+        """Record the expected image size (pixels) the timm way; the kernels keep their reference grids."""
+        # timm saves the argument with the model, so that it is made again with these grids.
+        update_model_input_size(self, _image_size(img_size), kernel_img_size=self.kernel_img_size)
+
+    def _load_from_state_dict(self, state_dict: Dict[str, Tensor], prefix: str, *args: Any) -> None:
+        for name, mixer in self.token_mixers().items():  # all of them before the first parameter is overwritten
+            mixer.check_state(state_dict, f"{prefix}{name}.")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _list_some(names: List[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: GlobalConvNeXt) -> Dict[str, Tensor]:
+    """Check weights before timm loads them, since timm loads non-strictly where the head or the input differs.
+
+    The classifier, which timm drops if the number of classes differs, and the number of input channels, which timm
+    adapts, are left to timm.
+
+    Raises:
+        ValueError: If names or shapes are not this model's.
+        RuntimeError: If the weights are fused, or belong to another grid.
+    """
+    for name, mixer in model.token_mixers().items():
+        mixer.check_state(state_dict, f"{name}.")
+    cfg = model.pretrained_cfg
+    first_conv, classifier = cfg["first_conv"] + ".weight", cfg["classifier"] + "."
+    given = {key: tuple(value.shape) for key, value in state_dict.items() if not key.startswith(classifier)}
+    expected = {key: tuple(value.shape) for key, value in model.state_dict().items() if not key.startswith(classifier)}
+    missing = [key for key in expected if key not in given]
+    unexpected = [key for key in given if key not in expected]
+    resized = [
+        f"{key} {given[key]} instead of {shape}"
+        for key, shape in expected.items()
+        if key in given and given[key] != shape and not (key == first_conv and given[key][0] == shape[0])
+    ]
+    found = {"missing": missing, "unexpected": unexpected, "of another size": resized}
+    problems = [f"{what} {_list_some(names)}" for what, names in found.items() if names]
+    if problems:
+        raise ValueError(
+            f"These are not weights of {cfg.get('architecture') or type(model).__name__}: {'; '.join(problems)}. "
+            "Create the model that the weights were trained with, with the same options, or give other weights."
+        )
+    return state_dict
+
+
+def create_global_convnext(
+    model_cls: Type[GlobalConvNeXt], variant: str, pretrained: bool = False, **kwargs: Any
+) -> nn.Module:
+    """Build a registered variant through timm's builder, for the entrypoints.
+
+    From scratch, `img_size` sets the kernels' reference grids and the cfg's input size. With a pretrained tag or cfg
+    the grids are those of the cfg's input size, and another `img_size` only changes the expected input.
+    `kernel_img_size`, which timm saves with a model whose expected input was changed, sets the grids in any case.
+    """
+    cfg = resolve_pretrained_cfg(
+        variant,
+        pretrained_cfg=kwargs.get("pretrained_cfg"),
+        pretrained_cfg_overlay=kwargs.get("pretrained_cfg_overlay"),
+    )
+    kernel_img_size = kwargs.pop("kernel_img_size", None)
+    img_size = _image_size(kwargs.pop("img_size", None) or cfg.input_size[-2:])
+    from_scratch = not pretrained and not kwargs.get("pretrained_cfg")
+    kernel_img_size = _image_size(kernel_img_size or (img_size if from_scratch else cfg.input_size[-2:]))
+    if from_scratch:
+        overlay = dict(kwargs.pop("pretrained_cfg_overlay", None) or {}, input_size=(cfg.input_size[0], *img_size))
+        kwargs["pretrained_cfg_overlay"] = overlay
+    model = build_model_with_cfg(
+        model_cls,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=(0, 1, 2, 3), flatten_sequential=True),
+        img_size=kernel_img_size,
+        **dict(SIZES[variant.split("_")[1]], **kwargs),
+    )
+    if img_size != kernel_img_size:
+        update_model_input_size(model, img_size, kernel_img_size=kernel_img_size)
+    return model
+
+
+def default_cfg(**kwargs: Any) -> Dict[str, Any]:
+    """timm's pretrained cfg of an untrained ImageNet-1k model at 224x224."""
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": (7, 7),
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "stem.0",
+        "classifier": "head.fc",
+        "license": "apache-2.0",
+        **kwargs,
+    }

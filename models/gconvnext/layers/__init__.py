@@ -1,0 +1,22 @@
+"""The layers: the global convolution, the two families' token mixers and the fused form."""
+
+from .global_conv import BACKENDS, Grid, fft_length, global_conv, local_kernel, resample_kernel
+from .mrconv import KINDS, NORMS, MRConv, spectral_moments
+from .sgconv import SGConv
+from .token_mixer import FusedGlobalConv, TokenMixer
+
+__all__ = [
+    "BACKENDS",
+    "KINDS",
+    "NORMS",
+    "FusedGlobalConv",
+    "Grid",
+    "MRConv",
+    "SGConv",
+    "TokenMixer",
+    "fft_length",
+    "global_conv",
+    "local_kernel",
+    "resample_kernel",
+    "spectral_moments",
+]

@@ -1,0 +1,212 @@
+"""The token mixer: what replaces a ConvNeXt block's depthwise convolution, and its fused form."""
+
+from typing import Any, Dict, List, Tuple
+
+import torch
+import torch.nn.functional as F
+from timm.layers import register_notrace_module
+from torch import Tensor, nn
+
+from .global_conv import Grid, global_conv, grid_length, local_kernel, resample_kernel
+
+__all__ = ["FusedGlobalConv", "TokenMixer"]
+
+
+class TokenMixer(nn.Module):
+    """A global convolution over a flattened feature map, `(B, C, H, W)` -> `(B, C, H, W)`; base of all layers.
+
+    `y = kernel * u + skip * u + bias`, where `u` is the map flattened row by row (`row_gap` zero columns behind each
+    row, ours; 0 is the papers' flattening). A kernel's parameters belong to one reference grid; on another map the
+    kernel is resampled (`resample_kernel`), a local branch is not. All of it is computed in float32 (float64 stays),
+    whatever the input's dtype, which is returned.
+
+    A subclass holds the kernel's parameters and says in `merge` what kernel and bias they amount to.
+
+    Args:
+        dim: Number of channels C.
+        map_size: `(H0, W0)` of the reference grid.
+        row_gap: Zero columns behind each row. It dilates with `dilation`.
+        local: Side of an additional local kernel, e.g. 7; 0 for none. Needs `row_gap >= local // 2`.
+        causal: One direction only: offsets 0 .. L - 1.
+        stride: Pixels of the input image per element of the map, for the check of the image's size; 32 allows any map.
+        dilation: Dilation of the local taps and the row gap.
+
+    Raises:
+        ValueError: For a row gap too small for the local kernel, and in `forward` for an input image under 32 pixels.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        map_size: Tuple[int, int],
+        row_gap: int = 0,
+        local: int = 0,
+        causal: bool = False,
+        stride: int = 32,
+        dilation: int = 1,
+        device=None,
+        dtype=None,
+    ) -> None:
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        if local and (local % 2 == 0 or row_gap < local // 2):
+            raise ValueError(
+                f"A local kernel of side {local} with row_gap={row_gap}: the side must be odd and row_gap at least "
+                f"{local // 2}, or a row's end would touch the next row's start. Pass row_gap={local // 2}."
+            )
+        self.dim = dim
+        self.directions = 1 if causal else 2
+        self.stride = stride
+        self.dilation = dilation
+        self.row_gap = row_gap * dilation
+        self.reference: Grid = (int(map_size[0]), int(map_size[1]), self.row_gap)
+        self.skip = nn.Parameter(torch.empty(dim, **dd))
+        self.bias = nn.Parameter(torch.empty(dim, **dd))
+        self.local = nn.Parameter(torch.empty(dim, local, local, **dd)) if local else None
+        self.register_buffer("grid", torch.empty(3, device=device, dtype=torch.int64))
+
+    @torch.jit.ignore
+    def reset_parameters(self) -> None:
+        """Draw the skip from N(0, 1) as the SGConv and S4 layers do, the local taps as ConvNeXt does; zero the bias."""
+        nn.init.normal_(self.skip)
+        nn.init.zeros_(self.bias)
+        if self.local is not None:
+            nn.init.trunc_normal_(self.local, std=0.02)
+        with torch.no_grad():
+            self.grid.copy_(torch.tensor(self.reference))
+
+    @torch.jit.ignore
+    def kernel_names(self) -> List[str]:
+        """Names of the parameters that make the global kernel: own learning rate, no weight decay."""
+        raise NotImplementedError
+
+    def merge(self, dtype: torch.dtype) -> Tuple[Tensor, Tensor]:
+        """Inference kernel `(D, C, L0)` on the reference grid, less skip and local taps, and bias `(C,)`."""
+        raise NotImplementedError
+
+    def read_kernel(self, kernel: Tensor, grid: Grid) -> Tensor:
+        """A kernel `(D, C, L0)` of the reference grid on `grid`, local taps and skip added: `(D, C, L)`."""
+        kernel = resample_kernel(kernel, self.reference, grid)
+        local = self.local
+        if local is not None:
+            kernel = kernel + local_kernel(local.to(kernel.dtype), grid, self.dilation, self.directions)
+        skip = F.pad(self.skip.to(kernel.dtype).unsqueeze(-1), (0, kernel.shape[-1] - 1))
+        return torch.cat([(kernel[0] + skip).unsqueeze(0), kernel[1:]])
+
+    def mix(self, u: Tensor, grid: Grid) -> Tensor:
+        """Mix a sequence `(B, C, L)` of float32 or float64; the same shape and dtype back."""
+        kernel, bias = self.merge(u.dtype)
+        return global_conv(u, self.read_kernel(kernel, grid)) + bias.unsqueeze(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, dim, height, width = x.shape
+        if min(height, width) * self.stride < 32:
+            raise ValueError(
+                f"Got a feature map of {height}x{width} at stride {self.stride}, from an input image smaller than "
+                "32x32 pixels. The network needs at least 32x32: resize or pad the image."
+            )
+        u = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        if self.row_gap:
+            u = F.pad(u, (0, self.row_gap))
+        y = self.mix(u.flatten(2), (height, width, self.row_gap))
+        y = y.reshape(batch, dim, height, width + self.row_gap)
+        if self.row_gap:
+            y = y[..., :width]
+        return y.to(x.dtype)
+
+    @torch.jit.ignore
+    @torch.no_grad()
+    def fuse(self) -> "FusedGlobalConv":
+        """The layer's inference form, a new module; timm's `reparameterize_model` calls this.
+
+        Raises:
+            RuntimeError: In training mode, where batch statistics and not the stored ones are in force.
+        """
+        if self.training:
+            raise RuntimeError(
+                f"{type(self).__name__}.fuse() in training mode: the fused form is for inference. Call model.eval()."
+            )
+        dd = {"device": self.skip.device, "dtype": self.skip.dtype}
+        kernel, bias = self.merge(torch.float64 if self.skip.dtype == torch.float64 else torch.float32)
+        fused = FusedGlobalConv(
+            self.dim,
+            self.reference[:2],
+            row_gap=self.row_gap // self.dilation,
+            local=0 if self.local is None else self.local.shape[-1],
+            causal=self.directions == 1,
+            stride=self.stride,
+            dilation=self.dilation,
+            **dd,
+        )
+        fused.kernel.copy_(kernel)
+        fused.bias.copy_(bias)
+        fused.skip.copy_(self.skip)
+        fused.grid.copy_(self.grid)
+        if self.local is not None:
+            fused.local.copy_(self.local)
+        return fused.eval()
+
+    @torch.jit.ignore
+    def check_state(self, state_dict: Dict[str, Any], prefix: str) -> None:
+        """Refuse weights of another form (fused or not) or of another grid, before anything is copied.
+
+        Raises:
+            RuntimeError: Naming what the checkpoint holds, what this layer expects and what to do.
+        """
+        is_fused, holds_fused = isinstance(self, FusedGlobalConv), prefix + "kernel" in state_dict
+        holds_any = any(key.startswith(prefix) for key in state_dict)
+        if holds_fused and not is_fused:
+            raise RuntimeError(
+                f"{prefix[:-1]}: the checkpoint is fused, the model is not. Load the training checkpoint instead, or "
+                "fuse the model first: model = timm.utils.reparameterize_model(model.eval())."
+            )
+        if is_fused and holds_any and not holds_fused:
+            raise RuntimeError(
+                f"{prefix[:-1]}: the model is fused, the checkpoint is not. Load it into an unfused model, then fuse."
+            )
+        grid = state_dict.get(prefix + "grid")
+        if grid is not None and tuple(grid.tolist()) != self.reference:
+            given, expected = _describe(grid.tolist(), self.stride), _describe(self.reference, self.stride)
+            raise RuntimeError(
+                f"{prefix[:-1]}: the checkpoint's kernel belongs to the grid {given}, the model's to {expected}. "
+                "Create the model for the checkpoint's image size (img_size=..., or with pretrained=True "
+                "pretrained_cfg_overlay=dict(input_size=...)); it then runs at any size."
+            )
+
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args: Any) -> None:
+        self.check_state(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        gap = f", row_gap={self.row_gap}" if self.row_gap else ""
+        return f"{self.dim}, map_size={self.reference[:2]}{gap}"
+
+
+def _describe(grid: Tuple[int, ...], stride: int) -> str:
+    height, width, gap = grid
+    return f"{height}x{width} with row gap {gap} (images of {height * stride}x{width * stride})"
+
+
+@register_notrace_module
+class FusedGlobalConv(TokenMixer):
+    """The inference form of a token mixer: one fixed kernel on its reference grid, local taps, skip and bias.
+
+    Made by `TokenMixer.fuse` only. It runs on any map, like the layer it came from.
+    """
+
+    def __init__(self, dim: int, map_size: Tuple[int, int], device=None, dtype=None, **kwargs: Any) -> None:
+        super().__init__(dim, map_size, device=device, dtype=dtype, **kwargs)
+        length = grid_length(self.reference)
+        self.kernel = nn.Parameter(torch.empty(self.directions, dim, length, device=device, dtype=dtype))
+
+    @torch.jit.ignore
+    def kernel_names(self) -> List[str]:
+        return ["kernel"]
+
+    def merge(self, dtype: torch.dtype) -> Tuple[Tensor, Tensor]:
+        return self.kernel.to(dtype), self.bias.to(dtype)
+
+    @torch.jit.ignore
+    def fuse(self) -> "FusedGlobalConv":
+        """A fused layer is its own fused form."""
+        return self

@@ -1,0 +1,5 @@
+"""One thread: the tests' tensors are small, and so the results do not depend on the machine's number of cores."""
+
+import torch
+
+torch.set_num_threads(1)

@@ -1,0 +1,441 @@
+"""The scripts, from their command lines to files, printed lines and exit statuses."""
+
+import csv
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gconvnext.checkpoint import load_model, save_checkpoint
+from gconvnext.scripts import evaluate, run
+from PIL import Image
+from timm.data import ImageNetInfo
+
+ROOT = Path(__file__).parents[1]
+SAMPLES = ROOT.parent / "shared" / "data" / "imagenet1k-samples.tar"
+COLOURS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
+
+
+def call(script, *args):
+    """Runs a script's main as the command line would; returns the exit status."""
+    spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    argv, sys.argv = sys.argv, [script, *map(str, args), *([] if "digits" in script else ["--workers", "0"])]
+    try:
+        with pytest.raises(SystemExit) as exit_info:
+            run(module.main)
+    finally:
+        sys.argv = argv
+    return exit_info.value.code or 0
+
+
+def write_split(root, count, names=tuple(COLOURS), seed=0):
+    """Class folders of noisy images whose mean colour is their class."""
+    rng = np.random.default_rng(seed)
+    for name in names:
+        (root / name).mkdir(parents=True)
+        for i in range(count):
+            pixels = np.clip(rng.normal(COLOURS[name], 40, (40, 40, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{i}.png")
+
+
+def pack(root, path):
+    with tarfile.open(path, "w") as tar:
+        for file in sorted(root.rglob("*.*")):
+            tar.add(file, file.relative_to(root))
+    return path
+
+
+TRAINING = ("--img-size", 32, "--batch-size", 8, "--epochs", 2, "--lr", 2e-3, "--hflip", 0, "--color-jitter", 0)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    write_split(root / "train", 16)
+    write_split(root / "val", 5, seed=1)  # 15 images: no whole number of batches of 4
+    return root
+
+
+@pytest.fixture(scope="module", params=["convnext_atto", "sgconvnext_atto"])
+def trained(request, data, tmp_path_factory):
+    """(model name, output folder) of a short training run."""
+    output = tmp_path_factory.mktemp("run") / "output"
+    assert call("train/train.py", data, "--model", request.param, "--output", output, *TRAINING) == 0
+    return request.param, output
+
+
+# train.py -------------------------------------------------------------------------------------------------------------
+
+
+def test_training_learns_and_writes_its_files(trained):
+    arch, output = trained
+    rows = list(csv.DictReader((output / "metrics.csv").open()))
+    assert [row["epoch"] for row in rows] == ["1", "2"]
+    assert float(rows[1]["eval_top1"]) == 100 and float(rows[1]["eval_top5"]) == 100
+    assert float(rows[1]["train_loss"]) < float(rows[0]["train_loss"]) and float(rows[1]["lr"]) < float(rows[0]["lr"])
+    assert float(rows[1]["eval_loss"]) > 0 and float(rows[1]["images_per_second"]) > 0
+    assert sorted(file.name for file in output.iterdir()) == ["best.pth", "last.pth", "metrics.csv"]
+    checkpoint = torch.load(output / "last.pth", weights_only=True)
+    assert checkpoint["class_names"] == ["blue", "green", "red"]
+    assert checkpoint["arch"] == arch and checkpoint["epoch"] == 2 and checkpoint["metrics"]["eval_top1"] == 100
+    loaded = load_model(checkpoint=output / "last.pth")
+    assert loaded.data_config["input_size"] == (3, 32, 32) and loaded.model.num_classes == 3
+    assert checkpoint["model_args"].get("img_size") == (32 if arch == "sgconvnext_atto" else None)
+
+
+def test_training_with_every_regulariser_from_a_tar(data, tmp_path, capsys):
+    tar, output = pack(data / "train", tmp_path / "train.tar"), tmp_path / "out"
+    options = ["--model", "mrconvnext_atto", "--model-kwargs", "kind=fourier", "norm=spectral", "--drop-path", 0.1]
+    options += ["--aa", "rand-m9-mstd0.5-inc1", "--reprob", 0.5, "--mixup", 0.8, "--cutmix", 1, "--model-ema"]
+    options += ["--model-ema-decay", 0.5, "--kernel-lr-scale", 0.5, "--val-data", data / "val", "--amp"]
+    assert call("train/train.py", tar, "--output", output, *TRAINING, "--epochs", 1, *options) == 0
+    checkpoint = torch.load(output / "best.pth", weights_only=True)
+    expected = {"kind": "fourier", "norm": "spectral", "num_classes": 3, "img_size": 32, "drop_path_rate": 0.1}
+    assert checkpoint["model_args"] == expected
+    weights, averages = checkpoint["state_dict"], checkpoint["state_dict_ema"]
+    assert weights.keys() == averages.keys()
+    assert not torch.equal(weights["head.fc.weight"], averages["head.fc.weight"])
+    capsys.readouterr()
+    results = tmp_path / "results.json"
+    assert call("eval/validate.py", data / "val", "--checkpoint", output / "best.pth", "--results-file", results) == 0
+    assert json.loads(results.read_text())["top1"] == checkpoint["metrics"]["eval_top1"]  # of the averages
+    assert call("eval/validate.py", data / "val", "--checkpoint", output / "best.pth", "--no-ema") == 0
+
+
+def test_training_is_repeatable(data, tmp_path):
+    for name in ("a", "b"):
+        options = ["--model", "convnext_atto", "--output", tmp_path / name, "--seed", 3, *TRAINING, "--epochs", 1]
+        assert call("train/train.py", data, *options, "--mixup", 0.2) == 0
+    a, b = (torch.load(tmp_path / name / "last.pth", weights_only=True)["state_dict"] for name in ("a", "b"))
+    assert all(torch.equal(value, b[key]) for key, value in a.items())
+
+
+def test_training_without_validation_data_says_so(data, tmp_path, capsys):
+    options = ["--model", "convnext_atto", "--output", tmp_path / "out", *TRAINING, "--epochs", 1]
+    assert call("train/train.py", data / "train", *options) == 0
+    assert "no validation data: nothing is measured" in capsys.readouterr().out
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["last.pth", "metrics.csv"]
+
+
+def test_training_steps_over_an_unreadable_image(data, tmp_path, caplog):
+    write_split(tmp_path / "train", 4)
+    (tmp_path / "train" / "red" / "2.png").write_bytes(b"broken")
+    options = ["--model", "convnext_atto", "--output", tmp_path / "out", *TRAINING, "--epochs", 1]
+    assert call("train/train.py", tmp_path, *options, "--batch-size", 4) == 0
+    assert "2.png cannot be read as an image" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "sgconvnext_attto"], "unknown model 'sgconvnext_attto': did you mean sgconvnext_atto"),
+        (["--model-kwargs", "typo=3"], "cannot be made with typo=3"),
+        (["--model-kwargs", "typo"], "expected key=value"),
+        (["--model-kwargs", "num_classes=3"], "num_classes is set by the data"),
+        (["--batch-size", "64"], "48 training images, fewer than a batch of 64"),
+        (["--batch-size", "7", "--mixup", "0.8"], "expected an even number"),
+        (["--epochs", "0"], "not positive"),
+        (["--warmup-epochs", "5", "--epochs", "5"], "--warmup-epochs: got 5, expected less"),
+        (["--lr", "0"], "--lr: got 0"),
+        (["--val-data", "nowhere"], "no folder or file at nowhere"),
+        (["--typo"], "unrecognized arguments"),
+    ],
+)
+def test_training_refuses(data, tmp_path, capsys, options, message):
+    defaults = ["--img-size", 32, "--batch-size", 8, "--output", tmp_path / "out"]
+    assert call("train/train.py", data, *defaults, *options) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_training_refuses_img_size_under_32(data, tmp_path, capsys):
+    assert call("train/train.py", data, "--batch-size", 8, "--img-size", 16, "--output", tmp_path / "out") == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_training_keeps_earlier_runs(trained, data, capsys):
+    arch, output = trained
+    before = (output / "last.pth").read_bytes()
+    assert call("train/train.py", data, "--model", arch, "--output", output, *TRAINING) == 2
+    assert "holds an earlier run" in capsys.readouterr().err
+    assert (output / "last.pth").read_bytes() == before
+
+
+def test_training_refuses_a_validation_class_without_training_images(data, tmp_path, capsys):
+    write_split(tmp_path / "val", 2)
+    (tmp_path / "val" / "red").rename(tmp_path / "val" / "pink")
+    options = ["--val-data", tmp_path / "val", "--output", tmp_path / "out", *TRAINING]
+    assert call("train/train.py", data / "train", *options) == 2
+    assert "does not know: pink" in capsys.readouterr().err
+
+
+def test_training_stops_at_a_loss_that_is_not_finite(data, tmp_path, capsys):
+    options = ["--model", "convnext_atto", "--output", tmp_path / "out", *TRAINING, "--lr", 1e30]
+    assert call("train/train.py", data, *options) == 2
+    assert "the loss became nan in epoch 1: try a smaller --lr" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "last.pth").exists()
+
+
+# validate.py ----------------------------------------------------------------------------------------------------------
+
+
+def validate(tmp_path, *args):
+    """Figures of a run of validate.py."""
+    assert call("eval/validate.py", *args, "--batch-size", 4, "--results-file", tmp_path / "results.json") == 0
+    return json.loads((tmp_path / "results.json").read_text())
+
+
+def test_validate_prints_and_writes_the_same_from_folder_split_and_tar(trained, data, tmp_path, capsys):
+    arch, output = trained
+    checkpoint = ("--checkpoint", output / "best.pth")
+    expected = validate(tmp_path, data / "val", *checkpoint)
+    assert expected["images"] == 15 and expected["top1"] == 100 and expected["model"] == arch
+    assert f"{arch}, 32x32: top-1 100.00 %, top-5 100.00 %, loss " in capsys.readouterr().out
+    for source in ((data, "--split", "val"), (pack(data / "val", tmp_path / "val.tar"),)):
+        figures = validate(tmp_path, *source, *checkpoint)
+        assert all(figures[key] == expected[key] for key in ("top1", "top5", "loss", "images"))
+
+
+def test_validate_fused_and_at_another_size(trained, data, tmp_path):
+    _, output = trained
+    checkpoint = ("--checkpoint", output / "best.pth")
+    plain, fused = (validate(tmp_path, data / "val", *checkpoint, *extra) for extra in ((), ("--fuse",)))
+    assert fused["top1"] == plain["top1"] and fused["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+    assert (plain["fused"], fused["fused"]) == (False, True)
+    assert validate(tmp_path, data / "val", *checkpoint, "--img-size", 48)["img_size"] == "48x48"
+
+
+def test_validate_maps_a_folder_that_lacks_a_class(trained, tmp_path):
+    _, output = trained
+    write_split(tmp_path / "part", 3, ["red", "green"], seed=2)  # by folder order red would be 1, not 2
+    assert validate(tmp_path, tmp_path / "part", "--checkpoint", output / "best.pth")["top1"] == 100
+
+
+def test_validate_writes_csv(trained, data, tmp_path):
+    _, output = trained
+    results = tmp_path / "results.csv"
+    assert call("eval/validate.py", data / "val", "--checkpoint", output / "best.pth", "--results-file", results) == 0
+    (row,) = csv.DictReader(results.open())
+    assert float(row["top1"]) == 100 and row["images"] == "15" and row["fused"] == "False"
+
+
+def test_validate_leaves_out_unreadable_images_and_says_so(trained, tmp_path, capsys, caplog):
+    _, output = trained
+    write_split(tmp_path / "val", 3, seed=3)
+    (tmp_path / "val" / "green" / "1.png").write_bytes(b"broken")
+    assert call("eval/validate.py", tmp_path / "val", "--checkpoint", output / "best.pth") == 1
+    out = capsys.readouterr().out
+    assert "top-1 100.00 %" in out and "8 images" in out and "1 images cannot be read" in out
+    assert "1.png" in caplog.text
+
+
+def test_validate_refuses(trained, data, tmp_path, capsys):
+    arch, output = trained
+    checkpoint = ("--checkpoint", output / "best.pth")
+    (tmp_path / "empty").mkdir()
+    write_split(tmp_path / "odd", 1, ["red"])
+    (tmp_path / "odd" / "red").rename(tmp_path / "odd" / "pink")
+    other = "mrconvnext_atto"
+    for args, message in [
+        ((data, *checkpoint), "holds the splits train, val, not class folders: choose one"),
+        ((data, "--split", "test", *checkpoint), "no split 'test': it has train, val"),
+        ((tmp_path / "gone", *checkpoint), "no folder or file at"),
+        ((tmp_path / "empty", *checkpoint), "holds no images"),
+        ((tmp_path / "odd", *checkpoint), "does not know: pink"),
+        ((data / "val", *checkpoint, "--model", other), f"is a checkpoint of '{arch}', not of '{other}'"),
+        ((data / "val", "--model", "convnext_ato"), "did you mean convnext_atto"),
+        ((data / "val", "--checkpoint", tmp_path / "gone.pth"), "no checkpoint file at"),
+        ((data / "val", "--checkpoint", data / "val" / "red" / "0.png"), "is not a checkpoint"),
+        ((data / "val",), "give --checkpoint"),
+        ((data / "val", *checkpoint, "--results-file", "results.txt"), "must end in .csv or .json"),
+        ((data / "val", *checkpoint, "--results-file", tmp_path / "gone" / "r.csv"), "its folder does not exist"),
+        ((data / "val", "--model", "convnext_atto"), "class folders that the model does not know"),
+    ]:
+        assert call("eval/validate.py", *args) == 2, args
+        assert f"error: {message}" in (err := capsys.readouterr().err) or (err.startswith("error: ") and message in err)
+
+
+def test_validate_maps_imagenet_ids_of_a_subset(tmp_path):
+    """Folders of two ImageNet ids get those ids' indices, not 0 and 1."""
+    names = ImageNetInfo().label_names()
+    for index, colour in ((700, "red"), (20, "blue")):
+        write_split(tmp_path / "raw", 2, [colour], seed=index)
+        (tmp_path / "raw" / colour).rename(tmp_path / "raw" / names[index])
+    model = load_model("convnext_atto").model
+    torch.nn.init.zeros_(model.head.fc.weight)
+    model.head.fc.bias.data.zero_()[700] = 5.0
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    weights = ("--model", "convnext_atto", "--checkpoint", tmp_path / "weights.pth", "--img-size", 32)
+    assert validate(tmp_path, tmp_path / "raw", *weights)["top1"] == 50
+
+
+def test_validate_takes_folder_order_for_weights_without_names(data, tmp_path, capsys):
+    model = load_model("convnext_atto").model
+    model.reset_classifier(3)
+    torch.save(model.state_dict(), tmp_path / "three.pth")
+    model.reset_classifier(2)
+    torch.save(model.state_dict(), tmp_path / "two.pth")
+    args = (data / "val", "--model", "convnext_atto", "--img-size", 32, "--checkpoint")
+    assert call("eval/validate.py", *args, tmp_path / "three.pth") == 0
+    assert "the weights name no classes" in capsys.readouterr().out
+    assert call("eval/validate.py", *args, tmp_path / "two.pth") == 2
+    assert "has 3 classes, the model only 2" in capsys.readouterr().err
+
+
+def test_evaluate_weighs_images_equally_and_counts_top5():
+    class Fixed(torch.nn.Module):
+        def forward(self, x):
+            return x.flatten(1)
+
+    logits = torch.arange(10.0).repeat(7, 1)  # class 9 first, 5 fifth
+    targets = torch.tensor([9, 9, 5, 4, 9, 0, -1])
+    loader = [(logits[:4], targets[:4]), (logits[4:], targets[4:])]
+    figures = evaluate(Fixed(), loader, torch.device("cpu"))
+    assert figures["top1"] == pytest.approx(50) and figures["top5"] == pytest.approx(100 * 4 / 6)
+    expected = torch.nn.functional.cross_entropy(logits[:6], targets[:6]).item()
+    assert figures["loss"] == pytest.approx(expected)
+    assert (figures["images"], figures["unreadable"]) == (6, 1)
+
+
+# predict.py -----------------------------------------------------------------------------------------------------------
+
+
+def test_predict_prints_labels_with_probabilities(trained, data, tmp_path, capsys):
+    _, output = trained
+    Image.new("L", (50, 30), 128).save(tmp_path / "grey.JPG")
+    paths = (data / "val" / "red", tmp_path / "grey.JPG")
+    assert call("eval/predict.py", *paths, "--checkpoint", output / "best.pth", "--topk", 2) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6 * 3
+    assert lines[0] == str(data / "val" / "red" / "0.png") and lines[15] == str(tmp_path / "grey.JPG")
+    assert lines[1].split()[1:] == ["%", "red"] and 50 < float(lines[1].split()[0]) <= 100
+
+
+def test_predict_csv_and_json_agree(trained, data, tmp_path):
+    _, output = trained
+    source = pack(data / "val", tmp_path / "val.tar")
+    for name in ("out.csv", "out.json"):
+        options = ("--checkpoint", output / "best.pth", "--output", tmp_path / name, "--fuse")
+        assert call("eval/predict.py", source, *options) == 0
+    rows = list(csv.DictReader((tmp_path / "out.csv").open()))
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert len(results) == 15 and len(rows) == 15 * 3  # three classes, fewer than the top 5
+    assert [row["file"] for row in rows[::3]] == [result["file"] for result in results]
+    for result, row in zip(results, rows[::3], strict=True):
+        best = result["predictions"][0]
+        assert best["label"] == Path(result["file"]).parent.name == row["label"] and row["rank"] == "1"
+        assert float(row["probability"]) == best["probability"]
+        assert sum(prediction["probability"] for prediction in result["predictions"]) == pytest.approx(1, abs=1e-5)
+
+
+def test_predict_goes_on_after_unreadable_images(trained, data, tmp_path, capsys, caplog):
+    _, output = trained
+    (tmp_path / "broken.jpg").write_bytes(b"no image")
+    (tmp_path / "notes.txt").write_text("no image")
+    good = data / "val" / "blue" / "0.png"
+    paths = (tmp_path / "broken.jpg", good, tmp_path / "notes.txt", good)
+    options = ("--checkpoint", output / "best.pth", "--output", tmp_path / "out.json")
+    assert call("eval/predict.py", *paths, *options) == 1
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert [(result["file"], result["predictions"][0]["label"]) for result in results] == [(str(good), "blue")] * 2
+    err = capsys.readouterr().err
+    assert f"2 images cannot be read: {tmp_path / 'broken.jpg'}, {tmp_path / 'notes.txt'}" in err
+    assert "broken.jpg cannot be read as an image" in caplog.text
+
+
+def test_predict_writes_even_when_nothing_can_be_read(trained, tmp_path):
+    _, output = trained
+    (tmp_path / "broken.jpg").write_bytes(b"no image")
+    for name, content in (("out.csv", "file,rank,index,label,probability\n"), ("out.json", "[]\n")):
+        options = ("--checkpoint", output / "best.pth", "--output", tmp_path / name)
+        assert call("eval/predict.py", tmp_path / "broken.jpg", *options) == 1
+        assert (tmp_path / name).read_text() == content
+
+
+def test_predict_refuses(trained, data, tmp_path, capsys):
+    _, output = trained
+    checkpoint = ("--checkpoint", output / "best.pth")
+    (tmp_path / "empty").mkdir()
+    for args, message in [
+        ((tmp_path / "gone.jpg", *checkpoint), "no file or folder at"),
+        ((tmp_path / "empty", *checkpoint), "holds no images"),
+        ((data / "val", *checkpoint, "--output", "out.txt"), "must end in .csv or .json"),
+        ((data / "val", *checkpoint, "--topk", 0), "not positive"),
+        ((data / "val", "--model", "convnext_ato"), "did you mean convnext_atto"),
+    ]:
+        assert call("eval/predict.py", *args) == 2, args
+        assert message in capsys.readouterr().err
+
+
+def test_predict_names_imagenet_classes(data, tmp_path, capsys):
+    model = load_model("convnext_atto").model
+    torch.nn.init.zeros_(model.head.fc.weight)
+    model.head.fc.bias.data.zero_()[0] = 20.0
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    weights = ("--model", "convnext_atto", "--checkpoint", tmp_path / "weights.pth", "--topk", 1)
+    assert call("eval/predict.py", data / "val" / "red" / "0.png", *weights) == 0
+    assert "tench, Tinca tinca" in capsys.readouterr().out
+
+
+# From the shell -------------------------------------------------------------------------------------------------------
+
+
+def shell(*args):
+    """Runs a script as a user does, with worker processes; OMP's threads would fight for the cores of CI."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "models"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *map(str, args)], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_validate_from_the_shell_with_worker_processes(trained, data, tmp_path):
+    _, output = trained
+    tar = pack(data / "val", tmp_path / "val.tar")
+    done = shell("eval/validate.py", tar, "--checkpoint", output / "best.pth", "--workers", 2, "--batch-size", 4)
+    assert done.returncode == 0, done.stderr
+    assert "top-1 100.00 %" in done.stdout and "15 images" in done.stdout
+
+
+def test_errors_are_one_line_and_status_2():
+    done = shell("eval/validate.py", "nowhere", "--model", "convnext_atto")
+    assert done.returncode == 2
+    assert done.stderr == "error: no folder or file at nowhere: give a folder or a .tar of class folders.\n"
+
+
+@pytest.mark.skipif(not SAMPLES.exists(), reason="the ImageNet samples are not on this machine")
+def test_predict_reads_every_imagenet_sample(tmp_path):
+    names = ImageNetInfo().label_names()
+    save_checkpoint(
+        tmp_path / "small.pth",
+        load_model("convnext_atto").model,
+        arch="convnext_atto",
+        model_args={},
+        class_names=names,
+        data_config=load_model("convnext_atto", img_size=32).data_config,
+        epoch=0,
+        metrics={},
+        args={},
+    )
+    done = shell("eval/predict.py", SAMPLES, "--checkpoint", tmp_path / "small.pth", "--output", tmp_path / "out.json")
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert sorted(Path(result["file"]).parent.name for result in results) == sorted(names)
+
+
+# digits.py ------------------------------------------------------------------------------------------------------------
+
+
+def test_digits_writes_class_folders(tmp_path):
+    pytest.importorskip("sklearn")
+    assert call("train/digits.py", tmp_path / "digits") == 0
+    counts = {split: len(list((tmp_path / "digits" / split).glob("*/*.png"))) for split in ("train", "val")}
+    assert counts == {"train": 1442, "val": 355}
+    assert sorted(folder.name for folder in (tmp_path / "digits" / "val").iterdir()) == list("0123456789")
+    image = Image.open(tmp_path / "digits" / "val" / "0" / "004.png")
+    assert image.size == (32, 32) and image.getextrema()[1] > 200
