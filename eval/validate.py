@@ -50,8 +50,11 @@ def open_for_model(path: str, split: str | None, loaded: LoadedModel) -> ImageDa
     info = imagenet_info(num_classes)
     class_names = loaded.class_names or (info.label_names() if info else None)
     dataset = open_dataset(path, class_names)
-    if len(dataset.class_names) > num_classes:
-        raise ValueError(f"{path} has {len(dataset.class_names)} classes, the model only {num_classes}.")
+    if class_names is None and len(dataset.class_names) != num_classes:
+        raise ValueError(
+            f"{path} has {len(dataset.class_names)} class folders, the model {num_classes} classes, and its weights "
+            "name none: which folder is which class cannot be told. Give a folder for each class."
+        )
     if class_names is None:
         print(f"the weights name no classes: taking the {len(dataset.class_names)} folders' order for theirs")
     return dataset

@@ -7,7 +7,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from gconvnext.checkpoint import create_model, fuse, img_size_args, load_model, save_checkpoint
+from gconvnext.checkpoint import create_from_weights, create_model, fuse, img_size_args, load_model, save_checkpoint
 from gconvnext.optim import param_groups
 from timm.data import resolve_data_config
 from timm.scheduler import create_scheduler_v2
@@ -224,3 +224,20 @@ def test_schedule_keeps_the_ratio_of_the_rates():
         rates.append(decay)
         scheduler.step_update(update + 1)
     assert rates[0] == pytest.approx(1e-5) and max(rates) == rates[5] > 0.8e-2 and rates[20] == pytest.approx(1e-6)
+
+
+def test_plain_weights_tell_their_kernels_image_size(tmp_path):
+    model = timm.create_model("sgconvnext_atto", img_size=64, num_classes=3).eval()
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "plain.safetensors")
+    loaded = load_model("sgconvnext_atto", tmp_path / "plain.safetensors")
+    assert loaded.model.kernel_img_size == (64, 64) and loaded.data_config["input_size"] == (3, 64, 64)
+    x = torch.randn(1, 3, 64, 64)
+    assert torch.equal(loaded.model(x), model(x))
+    tuned = create_from_weights("sgconvnext_atto", tmp_path / "plain.safetensors", num_classes=5, img_size=96)
+    assert tuned.kernel_img_size == (64, 64) and tuned.num_classes == 5
+    assert torch.equal(tuned.stages[0].blocks[0].conv_dw.concat, model.stages[0].blocks[0].conv_dw.concat)
+
+
+def test_layers_that_cannot_be_fused_say_so():
+    with pytest.raises(ValueError, match="norm='layer'"):
+        fuse(timm.create_model("mrconvnext_atto", img_size=32, norm="layer"))

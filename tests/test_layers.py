@@ -138,11 +138,14 @@ def test_global_conv_names_what_is_wrong(u, kernel, backend, message):
 
 @pytest.mark.parametrize("directions", [1, 2])
 @pytest.mark.parametrize("gap0,gap", [(0, 0), (3, 3)])
-@pytest.mark.parametrize("map_size", [(7, 7), (12, 12), (7, 10), (10, 7), (3, 4), (1, 1), (2, 1), (1, 5), (14, 14)])
-def test_resampled_kernel_equals_the_rule_in_loops(map_size, gap0, gap, directions):
+@pytest.mark.parametrize("map_size0", [(7, 7), (5, 8), (8, 5)])
+@pytest.mark.parametrize(
+    "map_size", [(7, 7), (12, 12), (7, 10), (10, 7), (3, 4), (1, 1), (2, 1), (1, 5), (14, 14), (5, 8)]
+)
+def test_resampled_kernel_equals_the_rule_in_loops(map_size, map_size0, gap0, gap, directions):
     torch.manual_seed(0)
-    reference, grid = (7, 7, gap0), (*map_size, gap)
-    kernel = torch.randn(directions, 3, 7 * (7 + gap0), dtype=torch.float64)
+    reference, grid = (*map_size0, gap0), (*map_size, gap)
+    kernel = torch.randn(directions, 3, map_size0[0] * (map_size0[1] + gap0), dtype=torch.float64)
     kernel[1:, :, -1] = 0  # offset -L, which no element reaches
     expected = resample_in_loops(kernel, reference, grid)
     y = resample_kernel(kernel, reference, grid)
@@ -452,6 +455,34 @@ def test_layer_in_low_precision(cls, options, dtype):
     assert y.dtype == torch.float32 and torch.isfinite(y).all()
 
 
+@pytest.mark.parametrize("norm", ["batch", "spectral"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_counts_a_batch_once(norm, use_reentrant):
+    plain = make(MRConv, norm=norm).train()
+    checkpointed = copy.deepcopy(plain)
+    x = torch.randn(2, 4, 8, 6, dtype=torch.float64, requires_grad=True)
+    plain(x).square().sum().backward()
+    torch.utils.checkpoint.checkpoint(checkpointed, x, use_reentrant=use_reentrant).square().sum().backward()
+    for ours, theirs in zip(plain.buffers(), checkpointed.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+    for ours, theirs in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_initial_values():
+    """A layer is ready when constructed: skip ~ N(0, 1), no bias, alpha for unit variance, norms at identity."""
+    torch.manual_seed(0)
+    for layer in (SGConv(4096, (4, 4)), MRConv(4096, (4, 4), local=7, row_gap=3)):
+        assert abs(layer.skip.std().item() - 1) < 0.05 and abs(layer.skip.mean().item()) < 0.05
+        assert not layer.bias.any()
+        assert torch.isfinite(layer.eval()(torch.randn(1, 4096, 4, 5))).all()
+    assert torch.equal(layer.alpha, torch.full_like(layer.alpha, layer.num_branches**-0.5))
+    assert layer.local.std().item() == pytest.approx(0.02, rel=0.15)
+    assert torch.equal(layer.norm_weight, torch.ones_like(layer.norm_weight)) and not layer.norm_bias.any()
+    assert torch.equal(layer.running_var, torch.ones_like(layer.running_var)) and not layer.running_mean.any()
+    assert layer.dilated.std().item() == pytest.approx(1, rel=0.05)
+
+
 def test_unknown_options_name_the_known_ones():
     with pytest.raises(ValueError, match="'conv'.*concat"):
         SGConv(4, (7, 7), combine="conv")
@@ -463,6 +494,9 @@ def test_unknown_options_name_the_known_ones():
         MRConv(4, (7, 7), norm="group")
     with pytest.raises(ValueError, match="Pass row_gap=3"):
         MRConv(4, (7, 7), local=7, row_gap=2)
+    for wrong in ({"row_gap": -1}, {"row_gap": 1.5}, {"local": -7}):
+        with pytest.raises(ValueError, match="whole number of at least 0"):
+            MRConv(4, (7, 7), **wrong)
 
 
 def test_fuse_refuses_training_mode_and_layer_norm():

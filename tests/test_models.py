@@ -17,11 +17,10 @@ from timm.utils import ModelEmaV2, ModelEmaV3, reparameterize_model
 from torch import Tensor, nn
 
 ALL = timm.list_models(["sgconvnext_*", "mrconvnext_*"])
-SMALL = [name for name in ALL if "_atto" in name]
+SMALL = [name for name in ALL if "_atto" in name]  # one of each family
 OPTIONS = [("sgconvnext_atto", {}), ("sgconvnext_atto", {"combine": "sum"}), ("sgconvnext_atto", {"init": "cosine"})]
 OPTIONS += [("sgconvnext_atto", {"position_decay": 1.0}), ("mrconvnext_atto", {"norm": "spectral"})]
 OPTIONS += [("mrconvnext_atto", {"kind": kind}) for kind in KINDS] + [("mrconvnext_atto", {"weighted": False})]
-OPTIONS += [("mrconvnext_atto", {"local": 7, "row_gap": 3})]
 SHALLOW = {"depths": (1, 1, 1, 1), "dims": (8, 12, 16, 24)}
 
 
@@ -72,9 +71,8 @@ def states_equal(a: dict, b: dict) -> bool:
 def test_every_size_of_every_family_is_registered():
     sizes = ("atto", "femto", "pico", "nano", "tiny", "small", "base", "large")
     expected = {f"{family}_{size}" for family in ("sgconvnext", "mrconvnext") for size in sizes}
-    expected |= {f"mrconvnext_{size}_fourier" for size in sizes}
+    expected |= {f"mrconvnext_{size}_{kind}" for size in sizes for kind in ("fourier", "local")}
     assert expected <= set(ALL)
-    assert timm.list_pretrained(["sgconvnext*", "mrconvnext*"]) == []
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -106,7 +104,7 @@ def test_parameter_groups_of_every_variant(name):
     assert kernels <= no_decay <= names
     assert len(kernels) == sum(len(stage.blocks) for stage in model.stages)
     assert all(".conv_dw." in key for key in no_decay)
-    assert {key for key in names if key.endswith((".skip", ".alpha"))} <= no_decay
+    assert no_decay == {key for key in names if ".conv_dw." in key and not key.endswith((".bias", ".local"))}
 
 
 @pytest.mark.parametrize("name", ["sgconvnext_atto", "mrconvnext_atto"])
@@ -119,8 +117,10 @@ def test_unknown_argument(name, wrong):
 def test_unknown_option_value_and_missing_weights():
     with pytest.raises(ValueError, match="'wavelet'.*dilated"):
         timm.create_model("mrconvnext_atto", kind="wavelet")
-    with pytest.raises(ValueError, match="at least 32"):
-        timm.create_model("sgconvnext_atto", img_size=24)
+    for size in (24, 0, 64.0, "64", (64, 24), (64, 64, 64)):
+        with pytest.raises(ValueError, match="img_size.*at least 32"):
+            timm.create_model("sgconvnext_atto", img_size=size)
+    assert timm.list_pretrained(["sgconvnext*"]) == []
     with pytest.raises(RuntimeError, match="No pretrained weights exist"):
         timm.create_model("sgconvnext_atto", pretrained=True)
 
@@ -155,6 +155,48 @@ def test_head_channels_pooling_and_stride(name):
     assert model(x).shape == (2, 3)
     for stride in (8, 16):
         assert make(name, output_stride=stride).forward_features(x).shape == (2, 320, 64 // stride, 64 // stride)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"local": 7, "row_gap": 3}], ids=option_id)
+@pytest.mark.parametrize("output_stride", [16, 32])
+def test_causal_and_local_models(options, output_stride):
+    """Causal: a pixel changes nothing before it. Both: fused equals unfused, dilated stages included."""
+    name = "sgconvnext_atto" if "causal" in options else "mrconvnext_atto"
+    model = make(name, dtype=torch.float64, img_size=64, output_stride=output_stride, **SHALLOW, **options).eval()
+    x = images(64, 96, dtype=torch.float64)
+    with torch.no_grad():
+        assert relative_error(reparameterize_model(model)(x), model(x)) < 1e-10
+        mixer = model.stages[3].blocks[0].conv_dw
+        gap = 3 * (32 // output_stride) if "local" in options else 0
+        assert mixer.row_gap == gap and mixer.reference == (64 // output_stride, 64 // output_stride, gap)
+        if "causal" in options:
+            y = torch.randn(1, 24, 4, 5, dtype=torch.float64)
+            z = y.clone()
+            z[..., 2, 3] += 1
+            changed = ((mixer(y) - mixer(z)).abs() > 1e-9).flatten(2).any(1)[0]
+            assert not changed[:13].any() and changed[13:].all()
+
+
+@pytest.mark.parametrize("name,options", [
+    ("sgconvnext_atto", {"use_grn": True}), ("mrconvnext_atto", {"use_grn": True}),
+    ("sgconvnext_atto", {"norm_layer": "rmsnorm2d"}), ("sgconvnext_atto", {"stem_type": "overlap_tiered"}),
+    ("mrconvnext_atto", {"head_norm_first": True}), ("mrconvnext_tiny", {"conv_bias": False}),
+    ("sgconvnext_atto", {"ls_init_value": None, "act_layer": "relu"}),
+    ("mrconvnext_atto", {"head_hidden_size": 8, "head_init_scale": 0.5})], ids=option_id)  # fmt: skip
+def test_convnext_options_are_initialised(name, options):
+    torch.manual_seed(3)
+    expected = timm.create_model(name, img_size=64, **SHALLOW, **options)
+    model = timm.create_model(name, img_size=64, device="meta", **SHALLOW, **options).to_empty(device="cpu")
+    for value in model.state_dict().values():
+        value.fill_(float("nan") if value.is_floating_point() else 1)
+    torch.manual_seed(3)
+    model.init_weights()
+    assert states_equal(model.state_dict(), expected.state_dict())
+    assert all(torch.isfinite(value).all() for value in expected.state_dict().values())
+    theirs = timm.create_model(f"convnext_{name.split('_')[1]}", **SHALLOW, **options)
+    for key, value in theirs.state_dict().items():
+        if ".conv_dw." not in key and value.numel() > 300:  # drawn from the same distribution as timm's
+            assert expected.state_dict()[key].std().item() == pytest.approx(value.std().item(), rel=0.25, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -221,15 +263,17 @@ def test_fx_torchscript_and_export(name):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name,options", [("sgconvnext_atto", {}), ("mrconvnext_atto", {}),
-                                          ("mrconvnext_atto", {"norm": "spectral"})], ids=option_id)  # fmt: skip
+                                          ("mrconvnext_atto", {"norm": "spectral"}),
+                                          ("mrconvnext_atto_fourier", {"local": 7, "row_gap": 3})],
+                         ids=option_id)  # fmt: skip
 def test_compiled_equals_eager(name, options, backend):
     if backend == "inductor" and not shutil.which("g++"):
         pytest.skip("inductor needs a C++ compiler")
     torch._dynamo.reset()
     model = make(name, img_size=64, num_classes=4, **SHALLOW, **options).train()
     compiled_model = copy.deepcopy(model)
-    # Inductor takes long; aot_eager goes through the same graph capture, with a second size and so symbolic shapes too.
-    compiled = torch.compile(compiled_model, fullgraph=True, backend=backend)
+    # One graph an image size: a graph for all sizes takes minutes to capture.
+    compiled = torch.compile(compiled_model, fullgraph=True, backend=backend, dynamic=False)
     for size in ((64, 64),) if backend == "inductor" else ((64, 64), (32, 96)):
         x = images(*size)
         y, z = model(x), compiled(x)
@@ -427,18 +471,19 @@ def test_ema_made_before_the_first_forward(name, options, ema_cls):
     for key, value in ema.module.state_dict().items():
         if value.is_floating_point():
             torch.testing.assert_close(value, 0.9 * before[key] + 0.1 * after[key])
-        elif value.dtype == torch.bool or ema_cls is ModelEmaV3:
+        else:
             assert torch.equal(value, after[key])
     fresh = make(name, seed=5, img_size=64, num_classes=4, **options)
-    if ema_cls is ModelEmaV3:
-        fresh.load_state_dict(ema.module.state_dict(), strict=True)
+    fresh.load_state_dict(ema.module.state_dict(), strict=True)
 
 
 def ddp_worker(rank: int, world: int, path: str, options: dict) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
     torch.manual_seed(rank)
-    model = timm.create_model("mrconvnext_atto", num_classes=4, ls_init_value=1.0, **SHALLOW, **options)
+    options = dict(options)
+    name = options.pop("name", "mrconvnext_atto")
+    model = timm.create_model(name, num_classes=4, ls_init_value=1.0, **SHALLOW, **options)
     ddp = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(4):
@@ -453,7 +498,9 @@ def ddp_worker(rank: int, world: int, path: str, options: dict) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("options", [{"kind": "sparse"}, {"norm": "spectral"}], ids=option_id)
+@pytest.mark.parametrize(
+    "options", [{"name": "sgconvnext_atto"}, {"kind": "sparse"}, {"norm": "spectral"}], ids=option_id
+)
 def test_two_processes_with_changing_image_sizes(options, tmp_path):
     torch.multiprocessing.spawn(ddp_worker, args=(2, str(tmp_path / "rendezvous"), options), nprocs=2)
 
@@ -490,6 +537,20 @@ def test_kinds_of_equal_shape_do_not_load_into_each_other(tmp_path):
     overlay = dict(file=save(make("mrconvnext_atto"), tmp_path / "dilated.safetensors"))
     with pytest.raises(ValueError, match="missing.*fourier.*unexpected.*dilated"):
         timm.create_model("mrconvnext_atto_fourier", pretrained=True, pretrained_cfg_overlay=overlay, num_classes=5)
+
+
+@pytest.mark.parametrize("options", [{"kind": "fourier"}, {"kind": "sparse"}, {"norm": "layer"}, {"weighted": False}])
+def test_another_kernel_is_refused_also_non_strictly(options):
+    """Else the kernels would stay random without a word; the two BatchNorms share their weights on purpose."""
+    model, other = make("mrconvnext_atto", img_size=64), make("mrconvnext_atto", img_size=64, seed=2, **options)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="holds another token mixer.*options"):
+        model.load_state_dict(other.state_dict(), strict=False)
+    convnext = timm.create_model("convnext_atto").state_dict()
+    with pytest.raises(RuntimeError, match="holds another token mixer"):
+        model.load_state_dict(convnext, strict=False)
+    assert states_equal(model.state_dict(), before)
+    model.load_state_dict(make("mrconvnext_atto", img_size=64, norm="spectral").state_dict(), strict=True)
 
 
 @pytest.mark.parametrize("strict", [True, False])

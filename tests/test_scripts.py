@@ -147,6 +147,12 @@ def test_training_steps_over_an_unreadable_image(data, tmp_path, caplog):
         (["--lr", "0"], "--lr: got 0"),
         (["--val-data", "nowhere"], "no folder or file at nowhere"),
         (["--typo"], "unrecognized arguments"),
+        (["--kernel-lr-scale", "-1"], "--kernel-lr-scale: got -1, expected 0 to inf"),
+        (["--reprob", "7"], "--reprob: got 7, expected 0 to 1"),
+        (["--scale", "2", "1"], "--scale: got 2 1, expected 0 < MIN"),
+        (["--aa", "foo"], "--aa: 'foo' is none of timm's policies"),
+        (["--model-kwargs", "features_only=True"], "would not leave a classifier"),
+        (["--model-kwargs", "row_gap=-1"], "row_gap: got -1"),
     ],
 )
 def test_training_refuses(data, tmp_path, capsys, options, message):
@@ -241,6 +247,7 @@ def test_validate_refuses(trained, data, tmp_path, capsys):
     arch, output = trained
     checkpoint = ("--checkpoint", output / "best.pth")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "folder.csv").mkdir()
     write_split(tmp_path / "odd", 1, ["red"])
     (tmp_path / "odd" / "red").rename(tmp_path / "odd" / "pink")
     other = "mrconvnext_atto"
@@ -256,6 +263,7 @@ def test_validate_refuses(trained, data, tmp_path, capsys):
         ((data / "val", "--checkpoint", data / "val" / "red" / "0.png"), "is not a checkpoint"),
         ((data / "val",), "give --checkpoint"),
         ((data / "val", *checkpoint, "--results-file", "results.txt"), "must end in .csv or .json"),
+        ((data / "val", *checkpoint, "--results-file", tmp_path / "folder.csv"), "is a folder"),
         ((data / "val", *checkpoint, "--results-file", tmp_path / "gone" / "r.csv"), "its folder does not exist"),
         ((data / "val", "--model", "convnext_atto"), "class folders that the model does not know"),
     ]:
@@ -439,3 +447,43 @@ def test_digits_writes_class_folders(tmp_path):
     assert sorted(folder.name for folder in (tmp_path / "digits" / "val").iterdir()) == list("0123456789")
     image = Image.open(tmp_path / "digits" / "val" / "0" / "004.png")
     assert image.size == (32, 32) and image.getextrema()[1] > 200
+
+
+# Fine-tuning ----------------------------------------------------------------------------------------------------------
+
+
+def test_fine_tuning_from_a_convnext_wakes_the_global_branches(data, tmp_path, capsys):
+    """ConvNeXt's checkpoint -> the local model, only its global branches and head trained, then another size."""
+    common = ["--batch-size", 8, "--epochs", 1, "--hflip", 0, "--lr", 2e-3]
+    base, local, larger = tmp_path / "base", tmp_path / "local", tmp_path / "larger"
+    options = ["--model", "convnext_atto", "--img-size", 32, "--output", base]
+    assert call("train/train.py", data, *options, *common) == 0
+    options = ["--model", "mrconvnext_atto_local", "--initial-checkpoint", base / "last.pth", "--train-global-only"]
+    assert call("train/train.py", data, *options, "--img-size", 32, "--output", local, *common) == 0
+    before = torch.load(base / "last.pth", weights_only=True)["state_dict"]
+    checkpoint = torch.load(local / "last.pth", weights_only=True)
+    after = checkpoint["state_dict"]
+    block = "stages.2.blocks.3."
+    assert torch.equal(after[block + "conv_dw.local"], before[block + "conv_dw.weight"].squeeze(1))
+    assert torch.equal(after[block + "mlp.fc1.weight"], before[block + "mlp.fc1.weight"])
+    assert after[block + "conv_dw.alpha"].abs().max() > 0
+    assert not torch.equal(after["head.fc.weight"], before["head.fc.weight"])
+    assert checkpoint["model_args"]["kernel_img_size"] == (32, 32)
+
+    options = ["--model", "mrconvnext_atto_local", "--initial-checkpoint", local / "last.pth", "--img-size", 64]
+    assert call("train/train.py", data, *options, "--output", larger, *common) == 0
+    loaded = load_model(checkpoint=larger / "last.pth")
+    assert loaded.model.kernel_img_size == (32, 32) and loaded.data_config["input_size"] == (3, 64, 64)
+    assert call("eval/validate.py", data / "val", "--checkpoint", larger / "last.pth", "--fuse") == 0
+
+
+def test_fine_tuning_refuses_other_weights(trained, data, tmp_path, capsys):
+    arch, output = trained
+    options = ["--initial-checkpoint", output / "last.pth", "--output", tmp_path / "out", *TRAINING]
+    assert call("train/train.py", data, "--model", "mrconvnext_femto", *options) == 2
+    assert "not weights of mrconvnext_femto" in capsys.readouterr().err
+    assert call("train/train.py", data, "--model", arch, *options, "--pretrained") == 2
+    assert "choose one" in capsys.readouterr().err
+    assert call("train/train.py", data, "--model", "convnext_atto", "--train-global-only", *TRAINING) == 2
+    assert "no global branches" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

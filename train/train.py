@@ -2,6 +2,8 @@
 
     python train/train.py DATA --model sgconvnext_atto --img-size 64 --epochs 5 --lr 2e-3 --scale 0.6 1
     python train/train.py train.tar --val-data test.tar --model mrconvnext_atto --model-kwargs kind=sparse norm=spectral
+    python train/train.py DATA --model mrconvnext_tiny_local.fb_in1k --pretrained --lr 1e-4
+    python train/train.py DATA --model mrconvnext_atto_local --initial-checkpoint convnext_atto/best.pth --img-size 64
     python train/train.py DATA --model sgconvnext_tiny --aa rand-m9-mstd0.5-inc1 --mixup 0.8 --cutmix 1 --reprob 0.25 \\
         --drop-path 0.1 --model-ema
 
@@ -20,31 +22,33 @@ from typing import Any
 import gconvnext  # noqa: F401  registers the models
 import torch
 import torch.nn.functional as F
-from gconvnext.checkpoint import check_model_name, create_model, img_size_args, save_checkpoint
+from gconvnext.checkpoint import check_model_name, create_from_weights, create_model, img_size_args, save_checkpoint
 from gconvnext.data import ImageDataset, create_loader, find_splits, open_dataset, resolve_split
 from gconvnext.optim import param_groups
-from gconvnext.scripts import WORKERS, default_device, evaluate, positive_int, run
+from gconvnext.scripts import WORKERS, ModelKwargs, default_device, evaluate, positive_int, run
 from timm.data import Mixup, resolve_data_config
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
-from timm.utils import AverageMeter, ModelEmaV3, ParseKwargs, random_seed
+from timm.utils import AverageMeter, ModelEmaV3, random_seed
 from torch import nn
 from tqdm import tqdm
 
 # Options --------------------------------------------------------------------------------------------------------------
 
 
-class _ModelKwargs(ParseKwargs):
-    """timm's parser of key=value pairs, with an error for what is none."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
-        for value in values:
-            key = value.split("=")[0]
-            if "=" not in value:
-                parser.error(f"{option_string}: got {value!r}, expected key=value")
-            if key in ("num_classes", "img_size", "in_chans", "drop_path_rate"):
-                parser.error(f"{option_string}: {key} is set by the data or by its own option")
-        super().__call__(parser, namespace, values, option_string)
+_RANGES = (
+    ("kernel_lr_scale", 0, math.inf),
+    ("min_lr", 0, math.inf),
+    ("weight_decay", 0, math.inf),
+    ("drop_path", 0, 0.99),
+    ("model_ema_decay", 0, 1),
+    ("hflip", 0, 1),
+    ("color_jitter", 0, math.inf),
+    ("reprob", 0, 1),
+    ("mixup", 0, math.inf),
+    ("cutmix", 0, math.inf),
+    ("smoothing", 0, 0.99),
+)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -54,8 +58,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--val-data", metavar="DATA", help="folder or .tar of class folders to measure on (default: DATA's val split)")
     add("--output", metavar="DIR", help="folder for the results (default: output/<model>-<time>)")
     add("--model", default="sgconvnext_atto", metavar="NAME", help="timm model name (default: %(default)s)")
-    add("--model-kwargs", nargs="*", default={}, action=_ModelKwargs, metavar="KEY=VALUE", help="e.g. kind=fourier")
+    add("--model-kwargs", nargs="*", default={}, action=ModelKwargs, metavar="KEY=VALUE", help="e.g. kind=fourier")
     add("--img-size", type=positive_int, metavar="PIXELS", help="image side, also the models' own (default: model's)")
+    add("--pretrained", action="store_true", help="start from timm's pretrained weights of --model")
+    add("--initial-checkpoint", metavar="FILE", help="start from these weights, also a ConvNeXt's for a *_local model")
+    add("--train-global-only", action="store_true", help="freeze all but the global branches and the head")
     add("--drop-path", type=float, default=0.0, metavar="RATE", help="stochastic depth (default: %(default)s)")
 
     add("--epochs", type=positive_int, default=30, metavar="N", help="(default: %(default)s)")
@@ -94,6 +101,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--warmup-epochs: got {args.warmup_epochs:g}, expected less than --epochs, {args.epochs}")
     if not args.lr > 0:
         parser.error(f"--lr: got {args.lr:g}, expected more than 0")
+    for option, low, high in _RANGES:
+        value = getattr(args, option)
+        if not low <= value <= high:
+            parser.error(f"--{option.replace('_', '-')}: got {value:g}, expected {low:g} to {high:g}")
+    if not 0 < args.scale[0] <= args.scale[1] <= 1:
+        parser.error(f"--scale: got {args.scale[0]:g} {args.scale[1]:g}, expected 0 < MIN <= MAX <= 1")
+    if args.pretrained and args.initial_checkpoint:
+        parser.error("--pretrained and --initial-checkpoint both give the weights: choose one")
     if (args.mixup > 0 or args.cutmix > 0) and args.batch_size % 2:
         parser.error(f"--batch-size: got {args.batch_size}, expected an even number: mixup and cutmix pair images")
     return args
@@ -106,6 +121,28 @@ def create_model_args(args: argparse.Namespace, num_classes: int) -> dict[str, A
     if args.drop_path:  # not every model of timm's takes it
         model_args["drop_path_rate"] = args.drop_path
     return model_args
+
+
+def create_initial_model(args: argparse.Namespace, model_args: dict[str, Any]) -> nn.Module:
+    """The model to train: fresh, with timm's pretrained weights, or with those of a file."""
+    if args.initial_checkpoint:
+        model = create_from_weights(args.model, args.initial_checkpoint, **model_args)
+    else:
+        model = create_model(args.model, args.pretrained, **model_args)
+    if args.train_global_only:
+        freeze_all_but_global(model)
+    if hasattr(model, "kernel_img_size"):
+        model_args["kernel_img_size"] = model.kernel_img_size  # fine-tuning at another size keeps the kernels' grid
+    return model
+
+
+def freeze_all_but_global(model: nn.Module) -> None:
+    """Leaves only the global branches and the head to be trained."""
+    if not hasattr(model, "global_parameter_names"):
+        raise ValueError(f"--train-global-only: {type(model).__name__} has no global branches; take one of our models.")
+    trainable = model.global_parameter_names()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trainable or name.startswith("head."))
 
 
 # Data -----------------------------------------------------------------------------------------------------------------
@@ -139,13 +176,7 @@ def create_loaders(
     device: torch.device,
 ) -> tuple[Any, Any]:
     """The augmented, shuffled training loader and the plain validation loader (None without data)."""
-    train_loader = create_loader(
-        train,
-        data_config,
-        args.batch_size,
-        args.workers,
-        device,
-        is_training=True,
+    augmentation = dict(
         scale=args.scale,
         hflip=args.hflip,
         color_jitter=args.color_jitter,
@@ -153,6 +184,12 @@ def create_loaders(
         re_prob=args.reprob,
         re_mode="pixel",
     )
+    try:
+        train_loader = create_loader(
+            train, data_config, args.batch_size, args.workers, device, is_training=True, **augmentation
+        )
+    except AssertionError as error:  # timm's answer to a policy that it does not know
+        raise ValueError(f"--aa: {args.aa!r} is none of timm's policies, such as rand-m9-mstd0.5-inc1.") from error
     if val is None:
         return train_loader, None
     return train_loader, create_loader(val, data_config, args.batch_size, args.workers, device)
@@ -192,7 +229,7 @@ def train_epoch(
             loss = F.cross_entropy(model(images), targets, label_smoothing=smoothing)
         optimizer.zero_grad()
         loss.backward()
-        lr = max(group["lr"] / group["lr_scale"] for group in optimizer.param_groups)
+        lr = optimizer.param_groups[-1]["lr"]  # not the kernels' group, which comes first
         optimizer.step()
         update = epoch * len(loader) + step + 1
         scheduler.step_update(update)
@@ -249,7 +286,7 @@ def main() -> int:
     # Data and model ---------------------------------------------------------------------------------------------------
     train, val = open_data(args)
     model_args = create_model_args(args, len(train.class_names))
-    model = create_model(args.model, **model_args).to(device)
+    model = create_initial_model(args, model_args).to(device)
     model_ema = ModelEmaV3(model, args.model_ema_decay, use_warmup=args.model_ema_warmup) if args.model_ema else None
     data_config = resolve_data_config({"img_size": args.img_size}, model=model)
     train_loader, val_loader = create_loaders(args, train, val, data_config, device)

@@ -16,6 +16,8 @@ import torch
 from timm.models import clean_state_dict, get_pretrained_cfg_value, is_model_in_modules, split_model_name_tag
 from torch import nn
 
+from .layers import decode_grid
+
 _MODULES = ("sgconvnext", "mrconvnext")  # timm's registry files our models under these
 
 
@@ -76,8 +78,43 @@ def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Modul
 
 
 def fuse(model: nn.Module) -> nn.Module:
-    """The model's inference form (timm's `reparameterize_model`), a copy; models without one come back as they are."""
-    return timm.utils.reparameterize_model(model.eval())
+    """The model's inference form (timm's `reparameterize_model`), a copy; models without one come back as they are.
+
+    Raises:
+        ValueError: If a layer cannot be fused.
+    """
+    try:
+        return timm.utils.reparameterize_model(model.eval())
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+
+def create_from_weights(name: str, checkpoint: str | Path, **kwargs: Any) -> nn.Module:
+    """A model to fine-tune, made with the weights in a file; the classifier is new if the number of classes differs.
+
+    The global kernels keep the image size that they were trained for; at another `img_size` they are resampled. A model
+    with local branches also takes a ConvNeXt's weights.
+
+    Args:
+        name: timm model name.
+        checkpoint: Training checkpoint (averaged weights first) or plain state dict.
+        kwargs: Keywords of the model.
+
+    Raises:
+        FileNotFoundError: If there is no file `checkpoint`.
+        ValueError: If the file is no checkpoint, or if its weights are not those of such a model.
+    """
+    state_dict = _weights(_read(Path(checkpoint)), use_ema=True)
+    source = {"state_dict": state_dict, **_head_args(name, state_dict)}
+    size = _kernel_img_size(state_dict)
+    if size is None and "img_size" in kwargs:
+        size = (kwargs["img_size"], kwargs["img_size"])
+    if size is not None:
+        source["input_size"] = (3, *size)
+    try:
+        return create_model(name, pretrained=True, pretrained_cfg_overlay=source, **kwargs)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{checkpoint}: {error}") from error
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
@@ -169,7 +206,7 @@ def load_model(
     if name is not None and split_model_name_tag(name)[0] != split_model_name_tag(arch)[0]:
         raise ValueError(f"{checkpoint} is a checkpoint of {arch!r}, not of {name!r}: give that --model, or none.")
     state_dict = _weights(content, use_ema)
-    model_args = content.get("model_args", _head_args(arch, state_dict))
+    model_args = content.get("model_args") or _plain_args(arch, state_dict)
     model = create_model(arch, **model_args)
     try:
         model.load_state_dict(state_dict)
@@ -214,6 +251,21 @@ def _head_args(arch: str, state_dict: dict[str, torch.Tensor]) -> dict[str, int]
     check_model_name(arch)
     weight = state_dict.get(f"{get_pretrained_cfg_value(arch, 'classifier')}.weight")
     return {} if weight is None else {"num_classes": weight.shape[0]}
+
+
+def _plain_args(arch: str, state_dict: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What a plain state dict tells about its model: the number of classes, and the image size of global kernels."""
+    size = _kernel_img_size(state_dict)
+    return {**_head_args(arch, state_dict), **({} if size is None else {"img_size": size})}
+
+
+def _kernel_img_size(state_dict: dict[str, torch.Tensor]) -> tuple[int, int] | None:
+    """An image size (height, width) that has the grids of these weights, None if they have no global kernels."""
+    grid = state_dict.get("stages.0.blocks.0.conv_dw.grid")
+    if grid is None:
+        return None
+    height, width, _ = decode_grid(grid)
+    return 4 * height, 4 * width  # the first stage's map is at stride 4
 
 
 def _loaded(model: nn.Module, arch: str, content: dict[str, Any], img_size: int | None) -> LoadedModel:

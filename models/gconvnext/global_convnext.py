@@ -1,13 +1,16 @@
 """The network both families share: timm's ConvNeXt with the token mixer of every block replaced."""
 
+from numbers import Integral
 from typing import Any, Callable, Dict, List, Optional, Set, Tuple, Type
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import trunc_normal_
+from timm.layers.grn import GlobalResponseNorm
 from timm.models import build_model_with_cfg, resolve_pretrained_cfg
 from timm.models._input import update_model_input_size
 from timm.models.convnext import ConvNeXt, ConvNeXtBlock
+from timm.models.convnext import checkpoint_filter_fn as convnext_filter_fn
 from torch import Tensor, nn
 
 from .layers import TokenMixer
@@ -28,10 +31,10 @@ SIZES: Dict[str, Dict[str, Any]] = {
 
 
 def _image_size(img_size: int | Tuple[int, int]) -> Tuple[int, int]:
-    size = (img_size, img_size) if isinstance(img_size, int) else tuple(int(side) for side in img_size)
-    if len(size) != 2 or min(size) < 32:
+    sides = tuple(img_size) if isinstance(img_size, (tuple, list)) else (img_size, img_size)
+    if len(sides) != 2 or not all(isinstance(side, Integral) and side >= 32 for side in sides):
         raise ValueError(f"img_size: got {img_size!r}, expected a side or (height, width) of at least 32 pixels.")
-    return size
+    return int(sides[0]), int(sides[1])
 
 
 class GlobalConvNeXt(ConvNeXt):
@@ -113,6 +116,9 @@ class GlobalConvNeXt(ConvNeXt):
             elif isinstance(module, ConvNeXtBlock):
                 if module.gamma is not None:
                     nn.init.constant_(module.gamma, self.ls_init_value)
+            elif isinstance(module, GlobalResponseNorm):  # use_grn=True
+                nn.init.zeros_(module.weight)
+                nn.init.zeros_(module.bias)
             elif hasattr(module, "reset_parameters"):
                 module.reset_parameters()
 
@@ -122,12 +128,17 @@ class GlobalConvNeXt(ConvNeXt):
         return {f"{name}.{kernel}" for name, mixer in self.token_mixers().items() for kernel in mixer.kernel_names()}
 
     @torch.jit.ignore
-    def no_weight_decay(self) -> Set[str]:
-        """Names of the parameters without weight decay: global kernels, branch weights alpha, and skips."""
+    def global_parameter_names(self) -> Set[str]:
+        """Names of what a model with inherited weights has beyond ConvNeXt: kernels, their norms and branch weights."""
         names = self.kernel_parameter_names()
         for name, mixer in self.token_mixers().items():
-            names.update(f"{name}.{other}" for other in ("alpha", "skip") if other in mixer._parameters)
+            names.update(f"{name}.{other}" for other in mixer._parameters if other.startswith(("alpha", "norm_")))
         return names
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> Set[str]:
+        """Names of the parameters without weight decay: global kernels, their norms and weights alpha, skips."""
+        return self.global_parameter_names() | {f"{name}.skip" for name in self.token_mixers()}
 
     @torch.jit.ignore
     def set_input_size(self, img_size: int | Tuple[int, int]) -> None:
@@ -145,9 +156,41 @@ def _list_some(names: List[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
+def _inherit_convnext(state_dict: Dict[str, Tensor], model: GlobalConvNeXt) -> Dict[str, Tensor]:
+    """Turn ConvNeXt weights into those of a model with local branches that computes the same function (ours).
+
+    The 7x7 kernels become the local branches; the global branches keep their initial values behind a weight of zero,
+    and so does the skip. Weights of ours pass through.
+
+    Raises:
+        ValueError: If timm's filter for ConvNeXt, which knows every published layout, finds another network's shapes.
+    """
+    try:
+        state_dict = dict(convnext_filter_fn(state_dict, model))
+    except (KeyError, RuntimeError) as error:
+        name = model.pretrained_cfg.get("architecture") or type(model).__name__
+        raise ValueError(
+            f"These are not weights of {name}, nor of a ConvNeXt of its size ({error}). Give weights of that size."
+        ) from error
+    if not any(key.endswith(".conv_dw.weight") for key in state_dict):
+        return state_dict
+    initial = model.state_dict()
+    for name, mixer in model.token_mixers().items():
+        gate = "norm_weight" if mixer.alpha is None else "alpha"
+        inherited = {f"{name}.{key}": initial[f"{name}.{key}"] for key in mixer.state_dict()}
+        for key in ("skip", gate):
+            inherited[f"{name}.{key}"] = torch.zeros_like(inherited[f"{name}.{key}"])
+        weight = state_dict.pop(f"{name}.weight", None)
+        if weight is not None:
+            inherited[f"{name}.local"] = weight.squeeze(1)
+        state_dict = {**inherited, **state_dict}  # the source's bias goes before ours
+    return state_dict
+
+
 def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: GlobalConvNeXt) -> Dict[str, Tensor]:
     """Check weights before timm loads them, since timm loads non-strictly where the head or the input differs.
 
+    A model with local branches also takes the weights of a ConvNeXt of its size and computes the same function.
     The classifier, which timm drops if the number of classes differs, and the number of input channels, which timm
     adapts, are left to timm.
 
@@ -155,12 +198,16 @@ def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: GlobalConvNeXt) -
         ValueError: If names or shapes are not this model's.
         RuntimeError: If the weights are fused, or belong to another grid.
     """
-    for name, mixer in model.token_mixers().items():
-        mixer.check_state(state_dict, f"{name}.")
+    mixers = model.token_mixers()
+    if all(mixer.local is not None for mixer in mixers.values()):
+        state_dict = _inherit_convnext(state_dict, model)
     cfg = model.pretrained_cfg
     first_conv, classifier = cfg["first_conv"] + ".weight", cfg["classifier"] + "."
     given = {key: tuple(value.shape) for key, value in state_dict.items() if not key.startswith(classifier)}
     expected = {key: tuple(value.shape) for key, value in model.state_dict().items() if not key.startswith(classifier)}
+    if given.keys() == expected.keys() or any(f"{name}.kernel" in given for name in mixers):
+        for name, mixer in mixers.items():
+            mixer.check_state(state_dict, f"{name}.")
     missing = [key for key in expected if key not in given]
     unexpected = [key for key in given if key not in expected]
     resized = [
@@ -193,9 +240,12 @@ def create_global_convnext(
         pretrained_cfg_overlay=kwargs.get("pretrained_cfg_overlay"),
     )
     kernel_img_size = kwargs.pop("kernel_img_size", None)
-    img_size = _image_size(kwargs.pop("img_size", None) or cfg.input_size[-2:])
+    img_size = kwargs.pop("img_size", None)
+    img_size = _image_size(cfg.input_size[-2:] if img_size is None else img_size)
     from_scratch = not pretrained and not kwargs.get("pretrained_cfg")
-    kernel_img_size = _image_size(kernel_img_size or (img_size if from_scratch else cfg.input_size[-2:]))
+    if kernel_img_size is None:
+        kernel_img_size = img_size if from_scratch else cfg.input_size[-2:]
+    kernel_img_size = _image_size(kernel_img_size)
     if from_scratch:
         overlay = dict(kwargs.pop("pretrained_cfg_overlay", None) or {}, input_size=(cfg.input_size[0], *img_size))
         kwargs["pretrained_cfg_overlay"] = overlay

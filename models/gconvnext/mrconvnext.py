@@ -3,7 +3,8 @@
 from functools import partial
 from typing import Any
 
-from timm.models import generate_default_cfgs, register_model
+from timm.models import DefaultCfg, generate_default_cfgs, get_pretrained_cfg, register_model
+from timm.models.convnext import default_cfgs as convnext_cfgs
 
 from .global_convnext import SIZES, GlobalConvNeXt, create_global_convnext, default_cfg
 from .layers import MRConv
@@ -36,9 +37,17 @@ def _cfg(**kwargs: Any) -> dict:
     )
 
 
-default_cfgs = generate_default_cfgs(
-    {f"mrconvnext_{size}{kind}": _cfg() for size in SIZES for kind in ("", "_fourier")}
-)
+def _inherited_cfgs(size: str) -> DefaultCfg:
+    """timm's pretrained cfgs of `convnext_SIZE`, source and licence included: the local models load those weights."""
+    source = convnext_cfgs[f"convnext_{size}"]
+    cfgs = {tag: get_pretrained_cfg(f"convnext_{size}.{tag}") for tag in source.tags}
+    return DefaultCfg(tags=source.tags.copy(), cfgs=cfgs, is_pretrained=True)
+
+
+default_cfgs = {
+    **generate_default_cfgs({f"mrconvnext_{size}{kind}": _cfg() for size in SIZES for kind in ("", "_fourier")}),
+    **{f"mrconvnext_{size}_local": _inherited_cfgs(size) for size in SIZES},
+}
 
 
 @register_model
@@ -151,3 +160,59 @@ def mrconvnext_large_fourier(pretrained: bool = False, **kwargs: Any) -> MRConvN
     return create_global_convnext(
         MRConvNeXt, "mrconvnext_large_fourier", pretrained, **dict(dict(kind="fourier"), **kwargs)
     )
+
+
+@register_model
+def mrconvnext_atto_local(pretrained: bool = False, **kwargs: Any) -> MRConvNeXt:
+    """MRConvNeXt-Atto with a local 7x7 branch (ours): takes the weights of `convnext_atto` without loss."""
+    args = dict(dict(local=7, row_gap=3), **kwargs)
+    return create_global_convnext(MRConvNeXt, "mrconvnext_atto_local", pretrained, **args)
+
+
+@register_model
+def mrconvnext_femto_local(pretrained: bool = False, **kwargs: Any) -> MRConvNeXt:
+    """MRConvNeXt-Femto with a local 7x7 branch (ours): takes the weights of `convnext_femto` without loss."""
+    args = dict(dict(local=7, row_gap=3), **kwargs)
+    return create_global_convnext(MRConvNeXt, "mrconvnext_femto_local", pretrained, **args)
+
+
+@register_model
+def mrconvnext_pico_local(pretrained: bool = False, **kwargs: Any) -> MRConvNeXt:
+    """MRConvNeXt-Pico with a local 7x7 branch (ours): takes the weights of `convnext_pico` without loss."""
+    args = dict(dict(local=7, row_gap=3), **kwargs)
+    return create_global_convnext(MRConvNeXt, "mrconvnext_pico_local", pretrained, **args)
+
+
+@register_model
+def mrconvnext_nano_local(pretrained: bool = False, **kwargs: Any) -> MRConvNeXt:
+    """MRConvNeXt-Nano with a local 7x7 branch (ours): takes the weights of `convnext_nano` without loss."""
+    args = dict(dict(local=7, row_gap=3), **kwargs)
+    return create_global_convnext(MRConvNeXt, "mrconvnext_nano_local", pretrained, **args)
+
+
+@register_model
+def mrconvnext_tiny_local(pretrained: bool = False, **kwargs: Any) -> MRConvNeXt:
+    """MRConvNeXt-Tiny with a local 7x7 branch (ours): takes the weights of `convnext_tiny` without loss."""
+    args = dict(dict(local=7, row_gap=3), **kwargs)
+    return create_global_convnext(MRConvNeXt, "mrconvnext_tiny_local", pretrained, **args)
+
+
+@register_model
+def mrconvnext_small_local(pretrained: bool = False, **kwargs: Any) -> MRConvNeXt:
+    """MRConvNeXt-Small with a local 7x7 branch (ours): takes the weights of `convnext_small` without loss."""
+    args = dict(dict(local=7, row_gap=3), **kwargs)
+    return create_global_convnext(MRConvNeXt, "mrconvnext_small_local", pretrained, **args)
+
+
+@register_model
+def mrconvnext_base_local(pretrained: bool = False, **kwargs: Any) -> MRConvNeXt:
+    """MRConvNeXt-Base with a local 7x7 branch (ours): takes the weights of `convnext_base` without loss."""
+    args = dict(dict(local=7, row_gap=3), **kwargs)
+    return create_global_convnext(MRConvNeXt, "mrconvnext_base_local", pretrained, **args)
+
+
+@register_model
+def mrconvnext_large_local(pretrained: bool = False, **kwargs: Any) -> MRConvNeXt:
+    """MRConvNeXt-Large with a local 7x7 branch (ours): takes the weights of `convnext_large` without loss."""
+    args = dict(dict(local=7, row_gap=3), **kwargs)
+    return create_global_convnext(MRConvNeXt, "mrconvnext_large_local", pretrained, **args)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.utils import AverageMeter, accuracy
+from timm.utils import AverageMeter, ParseKwargs, accuracy
 from torch import nn
 from tqdm import tqdm
 
@@ -31,6 +31,21 @@ def run(main: Callable[[], int]) -> None:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+class ModelKwargs(ParseKwargs):
+    """argparse action: a model's key=value pairs as timm parses them, with an error for what is none."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
+        for value in values:
+            key = value.split("=")[0]
+            if "=" not in value:
+                parser.error(f"{option_string}: got {value!r}, expected key=value")
+            if key in ("num_classes", "img_size", "in_chans", "drop_path_rate"):
+                parser.error(f"{option_string}: {key} is set by the data or by its own option")
+            if key in ("features_only", "global_pool"):
+                parser.error(f"{option_string}: {key} would not leave a classifier to train")
+        super().__call__(parser, namespace, values, option_string)
 
 
 def positive_int(text: str) -> int:
@@ -98,9 +113,11 @@ def evaluate(
 
 
 def check_results_file(path: str) -> None:
-    """Raises ValueError unless `path` ends in `.csv` or `.json` and its folder exists (before the work, not after)."""
+    """Raises ValueError unless `path` can be a .csv or .json file of an existing folder: before the work, not after."""
     if Path(path).suffix not in (".csv", ".json"):
         raise ValueError(f"{path}: the results file must end in .csv or .json.")
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder: give a file name.")
     if not Path(path).absolute().parent.is_dir():
         raise ValueError(f"{path}: its folder does not exist; make it first.")
 

@@ -3,7 +3,7 @@
 from .global_conv import BACKENDS, Grid, fft_length, global_conv, local_kernel, resample_kernel
 from .mrconv import KINDS, NORMS, MRConv, spectral_moments
 from .sgconv import SGConv
-from .token_mixer import FusedGlobalConv, TokenMixer
+from .token_mixer import FusedGlobalConv, TokenMixer, decode_grid
 
 __all__ = [
     "BACKENDS",
@@ -14,6 +14,7 @@ __all__ = [
     "MRConv",
     "SGConv",
     "TokenMixer",
+    "decode_grid",
     "fft_length",
     "global_conv",
     "local_kernel",

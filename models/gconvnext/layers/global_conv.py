@@ -114,10 +114,12 @@ def _check_arguments(u: Tensor, kernel: Tensor, backend: str) -> None:
 _TOEPLITZ_MIN_BATCH = 128
 
 
-def _pick_backend(batch: int, length: int) -> str:
-    if torch.compiler.is_compiling():  # a traced graph serves every batch size
+def _pick_backend(u: Tensor) -> str:
+    if (
+        u.device.type != "cpu" or torch.compiler.is_compiling()
+    ):  # not measured elsewhere; a graph serves every batch size
         return "fft"
-    return "toeplitz" if batch >= max(_TOEPLITZ_MIN_BATCH, length) else "fft"
+    return "toeplitz" if u.shape[0] >= max(_TOEPLITZ_MIN_BATCH, u.shape[-1]) else "fft"
 
 
 def global_conv(u: Tensor, kernel: Tensor, backend: str = "auto") -> Tensor:
@@ -144,7 +146,7 @@ def global_conv(u: Tensor, kernel: Tensor, backend: str = "auto") -> Tensor:
     if torch.jit.is_scripting():  # TorchScript cannot switch autocast off, and only a matrix product is touched by it
         return _fft_conv(v, kernel).to(u.dtype)
     if backend == "auto":
-        backend = _pick_backend(u.shape[0], u.shape[-1])
+        backend = _pick_backend(u)
     if backend == "fft":
         return _fft_conv(v, kernel).to(u.dtype)
     with torch.autocast(u.device.type, enabled=False):

@@ -120,6 +120,7 @@ class MRConv(TokenMixer):
         if norm != "layer":
             self.register_buffer("running_mean", torch.empty(shape, **dd))
             self.register_buffer("running_var", torch.empty(shape, **dd))
+        self.initialise()
 
     @torch.jit.ignore
     def kernel_names(self) -> List[str]:
@@ -262,8 +263,9 @@ class MRConv(TokenMixer):
         variance = self.running_var.to(y.dtype, copy=True).flatten()
         weight, bias = self.norm_weight.to(y.dtype).flatten(), self.norm_bias.to(y.dtype).flatten()
         normed = F.batch_norm(y.flatten(1, 2), mean, variance, weight, bias, True, self.momentum, self.eps)
-        self.running_mean.copy_(mean.view_as(self.running_mean))
-        self.running_var.copy_(variance.view_as(self.running_var))
+        if not _recomputing():
+            self.running_mean.copy_(mean.view_as(self.running_mean))
+            self.running_var.copy_(variance.view_as(self.running_var))
         return self._sum_branches(normed.view_as(y), u, grid)
 
     def _mix_layer(self, u: Tensor, grid: Grid) -> Tensor:
@@ -278,7 +280,8 @@ class MRConv(TokenMixer):
         spectrum = torch.fft.rfft(u, n=n)  # (B, C, F)
         kernels = kernel_spectrum(resample_kernel(self.branch_kernels(u.dtype), self.reference, grid), n)  # (N, C, F)
         mean, variance = spectral_moments(spectrum, kernels, n)
-        self._update_running(mean.detach(), variance.detach(), u.shape[0] * n)
+        if not _recomputing():
+            self._update_running(mean.detach(), variance.detach(), u.shape[0] * n)
         scale = self._scale(variance)
         rest = self.read_kernel(u.new_zeros(self.directions, self.dim, self.length), grid)
         total = (scale.unsqueeze(-1) * kernels).sum(0) + kernel_spectrum(rest, n)
@@ -290,6 +293,16 @@ class MRConv(TokenMixer):
         unbiased = variance * (float(count) / (count - 1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
+
+
+def _recomputing() -> bool:
+    """Whether this is gradient checkpointing's second forward pass, which runs inside a backward pass.
+
+    The running statistics have then seen the batch already.
+    """
+    if torch.jit.is_scripting() or torch.compiler.is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1
 
 
 def _drop_gap(y: Tensor, grid: Grid) -> Tensor:

@@ -79,6 +79,7 @@ class SGConv(TokenMixer):
         else:
             self.register_buffer("exponent", torch.empty((), **dd))
         self.register_buffer("norm", torch.empty(self.directions, dim, 1, **dd))
+        self.initialise()
 
     @torch.jit.ignore
     def kernel_names(self) -> List[str]:

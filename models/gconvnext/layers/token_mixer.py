@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .global_conv import Grid, global_conv, grid_length, local_kernel, resample_kernel
 
-__all__ = ["FusedGlobalConv", "TokenMixer"]
+__all__ = ["FusedGlobalConv", "TokenMixer", "decode_grid"]
 
 
 class TokenMixer(nn.Module):
@@ -32,7 +32,8 @@ class TokenMixer(nn.Module):
         dilation: Dilation of the local taps and the row gap.
 
     Raises:
-        ValueError: For a row gap too small for the local kernel, and in `forward` for an input image under 32 pixels.
+        ValueError: For a row gap too small for the local kernel, and in `forward` for a map of an image under 32 pixels
+            (map side times stride; a stem that rounds up lets slightly smaller images pass).
     """
 
     def __init__(
@@ -49,6 +50,9 @@ class TokenMixer(nn.Module):
     ) -> None:
         dd = {"device": device, "dtype": dtype}
         super().__init__()
+        for option, value in (("row_gap", row_gap), ("local", local)):
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{option}: got {value!r}, expected a whole number of at least 0.")
         if local and (local % 2 == 0 or row_gap < local // 2):
             raise ValueError(
                 f"A local kernel of side {local} with row_gap={row_gap}: the side must be odd and row_gap at least "
@@ -63,7 +67,7 @@ class TokenMixer(nn.Module):
         self.skip = nn.Parameter(torch.empty(dim, **dd))
         self.bias = nn.Parameter(torch.empty(dim, **dd))
         self.local = nn.Parameter(torch.empty(dim, local, local, **dd)) if local else None
-        self.register_buffer("grid", torch.empty(3, device=device, dtype=torch.int64))
+        self.register_buffer("grid", torch.empty(3, _GRID_BITS, device=device, dtype=torch.bool))
 
     @torch.jit.ignore
     def reset_parameters(self) -> None:
@@ -73,7 +77,13 @@ class TokenMixer(nn.Module):
         if self.local is not None:
             nn.init.trunc_normal_(self.local, std=0.02)
         with torch.no_grad():
-            self.grid.copy_(torch.tensor(self.reference))
+            self.grid.copy_(_encode_grid(self.reference))
+
+    @torch.jit.ignore
+    def initialise(self) -> None:
+        """Reset the parameters of a layer that has storage; the last line of a constructor."""
+        if not self.skip.is_meta:
+            self.reset_parameters()
 
     @torch.jit.ignore
     def kernel_names(self) -> List[str]:
@@ -148,27 +158,38 @@ class TokenMixer(nn.Module):
 
     @torch.jit.ignore
     def check_state(self, state_dict: Dict[str, Any], prefix: str) -> None:
-        """Refuse weights of another form (fused or not) or of another grid, before anything is copied.
+        """Refuse weights of another form (fused or not), of another kernel or of another grid before copying anything.
+
+        A layer's state is loaded whole or not at all, also non-strictly: another kind of kernel would stay as it was
+        initialised without a word. (`GlobalConvNeXt` checks all its layers first; inside another module, such as timm's
+        feature wrappers, what is loaded before a refusal stays loaded.)
 
         Raises:
             RuntimeError: Naming what the checkpoint holds, what this layer expects and what to do.
         """
-        is_fused, holds_fused = isinstance(self, FusedGlobalConv), prefix + "kernel" in state_dict
-        holds_any = any(key.startswith(prefix) for key in state_dict)
-        if holds_fused and not is_fused:
+        given = {key[len(prefix) :] for key in state_dict if key.startswith(prefix)}
+        expected = set(self.state_dict())
+        if not given:
+            return
+        if "kernel" in given - expected:
             raise RuntimeError(
                 f"{prefix[:-1]}: the checkpoint is fused, the model is not. Load the training checkpoint instead, or "
                 "fuse the model first: model = timm.utils.reparameterize_model(model.eval())."
             )
-        if is_fused and holds_any and not holds_fused:
+        if "kernel" in expected - given:
             raise RuntimeError(
                 f"{prefix[:-1]}: the model is fused, the checkpoint is not. Load it into an unfused model, then fuse."
             )
-        grid = state_dict.get(prefix + "grid")
-        if grid is not None and tuple(grid.tolist()) != self.reference:
-            given, expected = _describe(grid.tolist(), self.stride), _describe(self.reference, self.stride)
+        if given != expected:
             raise RuntimeError(
-                f"{prefix[:-1]}: the checkpoint's kernel belongs to the grid {given}, the model's to {expected}. "
+                f"{prefix[:-1]}: the checkpoint holds another token mixer: it has {sorted(given)}, the model expects "
+                f"{sorted(expected)}. Create the model with the options that the checkpoint was trained with."
+            )
+        reference = decode_grid(state_dict[prefix + "grid"])
+        if reference != self.reference:
+            theirs, ours = _describe(reference, self.stride), _describe(self.reference, self.stride)
+            raise RuntimeError(
+                f"{prefix[:-1]}: the checkpoint's kernel belongs to the grid {theirs}, the model's to {ours}. "
                 "Create the model for the checkpoint's image size (img_size=..., or with pretrained=True "
                 "pretrained_cfg_overlay=dict(input_size=...)); it then runs at any size."
             )
@@ -182,7 +203,21 @@ class TokenMixer(nn.Module):
         return f"{self.dim}, map_size={self.reference[:2]}{gap}"
 
 
-def _describe(grid: Tuple[int, ...], stride: int) -> str:
+_GRID_BITS = 16
+
+
+def _encode_grid(grid: Grid) -> Tensor:
+    """A grid as bits, `(3, 16)` bool: averaging a model may truncate integers, and casting it rounds floats."""
+    return torch.tensor([[bool(value >> bit & 1) for bit in range(_GRID_BITS)] for value in grid])
+
+
+def decode_grid(bits: Tensor) -> Grid:
+    """The grid `(H, W, gap)` that a mixer's `grid` buffer stands for."""
+    height, width, gap = (sum(int(on) << bit for bit, on in enumerate(row)) for row in bits.tolist())
+    return height, width, gap
+
+
+def _describe(grid: Grid, stride: int) -> str:
     height, width, gap = grid
     return f"{height}x{width} with row gap {gap} (images of {height * stride}x{width * stride})"
 
@@ -198,6 +233,15 @@ class FusedGlobalConv(TokenMixer):
         super().__init__(dim, map_size, device=device, dtype=dtype, **kwargs)
         length = grid_length(self.reference)
         self.kernel = nn.Parameter(torch.empty(self.directions, dim, length, device=device, dtype=dtype))
+        self.initialise()
+
+    @torch.jit.ignore
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Zero everything: the values are those of the layer that is fused."""
+        for parameter in self.parameters():
+            parameter.zero_()
+        self.grid.copy_(_encode_grid(self.reference))
 
     @torch.jit.ignore
     def kernel_names(self) -> List[str]:
