@@ -27,7 +27,10 @@ def call(script, *args):
     spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    argv, sys.argv = sys.argv, [script, *map(str, args), *([] if "digits" in script else ["--workers", "0"])]
+    argv, sys.argv = (
+        sys.argv,
+        [script, *map(str, args), *([] if "digits" in script or "benchmark" in script else ["--workers", "0"])],
+    )
     try:
         with pytest.raises(SystemExit) as exit_info:
             run(module.main)
@@ -487,3 +490,17 @@ def test_fine_tuning_refuses_other_weights(trained, data, tmp_path, capsys):
     assert call("train/train.py", data, "--model", "convnext_atto", "--train-global-only", *TRAINING) == 2
     assert "no global branches" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+# benchmark.py ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [[], ["--training"]])
+def test_benchmark_compares_models_in_one_run(capsys, mode):
+    models = ["convnext_atto", "mrconvnext_atto,norm=spectral,img_size=32"]
+    assert call("eval/benchmark.py", *models, *mode, "--img-size", 32, "--batch-size", 2, "--repeats", 2) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[0] == models[0] and "1.000 (1.000 - 1.000)" in lines[1]
+    assert lines[2].split()[0] == models[1] and float(lines[2].split()[1]) > 0
+    assert call("eval/benchmark.py", "convnext_atto,norm") == 2
+    assert "expected key=value" in capsys.readouterr().err
