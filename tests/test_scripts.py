@@ -102,6 +102,7 @@ def test_training_with_every_regulariser_from_a_tar(data, tmp_path, capsys):
     assert call("train/train.py", tar, "--output", output, *TRAINING, "--epochs", 1, *options) == 0
     checkpoint = torch.load(output / "best.pth", weights_only=True)
     expected = {"kind": "fourier", "norm": "spectral", "num_classes": 3, "img_size": 32, "drop_path_rate": 0.1}
+    expected["kernel_img_size"] = (32, 32)
     assert checkpoint["model_args"] == expected
     weights, averages = checkpoint["state_dict"], checkpoint["state_dict_ema"]
     assert weights.keys() == averages.keys()
@@ -298,7 +299,11 @@ def test_validate_takes_folder_order_for_weights_without_names(data, tmp_path, c
     assert call("eval/validate.py", *args, tmp_path / "three.pth") == 0
     assert "the weights name no classes" in capsys.readouterr().out
     assert call("eval/validate.py", *args, tmp_path / "two.pth") == 2
-    assert "has 3 classes, the model only 2" in capsys.readouterr().err
+    assert "has 3 class folders, the model 2 classes" in capsys.readouterr().err
+    write_split(tmp_path / "part", 2, ["red", "green"])  # which two of three classes cannot be told
+    args = (tmp_path / "part", *args[1:])
+    assert call("eval/validate.py", *args, tmp_path / "three.pth") == 2
+    assert "has 2 class folders, the model 3 classes" in capsys.readouterr().err
 
 
 def test_evaluate_weighs_images_equally_and_counts_top5():
