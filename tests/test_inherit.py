@@ -179,11 +179,10 @@ def test_tag_is_timms(size, tag):
 
 def test_readme_lists_every_tag_under_its_licence():
     lines = (Path(__file__).parents[1] / "README.md").read_text().splitlines()
-    header = next(line for line in lines if line.startswith("| `mrconvnext_SIZE_local`")).split("|")
-    licences = [cell.strip() for cell in header[2:-1]]
-    start = next(i for i, line in enumerate(lines) if line.startswith("| `mrconvnext_SIZE_local`")) + 2
+    start = next(i for i, line in enumerate(lines) if line.startswith("| `mrconvnext_SIZE_local` | apache-2.0"))
+    licences = [cell.strip() for cell in lines[start].split("|")[2:-1]]
     listed = set()
-    for size, line in zip(SIZES, lines[start:], strict=False):
+    for size, line in zip(SIZES, lines[start + 2 :], strict=False):
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         assert cells[0] == size
         for licence, cell in zip(licences, cells[1:], strict=True):
