@@ -174,17 +174,15 @@ def _inherit_convnext(state_dict: Dict[str, Tensor], model: GlobalConvNeXt) -> D
         ) from error
     if not any(key.endswith(".conv_dw.weight") for key in state_dict):
         return state_dict
-    initial = model.state_dict()
+    initial = {}
     for name, mixer in model.token_mixers().items():
-        gate = "norm_weight" if mixer.alpha is None else "alpha"
-        inherited = {f"{name}.{key}": initial[f"{name}.{key}"] for key in mixer.state_dict()}
-        for key in ("skip", gate):
-            inherited[f"{name}.{key}"] = torch.zeros_like(inherited[f"{name}.{key}"])
+        initial.update(mixer.state_dict(prefix=f"{name}."))
+        for key in ("skip", "norm_weight" if mixer.alpha is None else "alpha"):
+            initial[f"{name}.{key}"] = torch.zeros_like(initial[f"{name}.{key}"])
         weight = state_dict.pop(f"{name}.weight", None)
         if weight is not None:
-            inherited[f"{name}.local"] = weight.squeeze(1)
-        state_dict = {**inherited, **state_dict}  # the source's bias goes before ours
-    return state_dict
+            initial[f"{name}.local"] = weight.squeeze(1)
+    return {**initial, **state_dict}  # the source's bias goes before ours
 
 
 def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: GlobalConvNeXt) -> Dict[str, Tensor]:

@@ -231,8 +231,7 @@ class MRConv(TokenMixer):
 
     def _mix_batch_norm(self, u: Tensor, grid: Grid) -> Tensor:
         if not self.training:
-            kernel, bias = self.merge(u.dtype)
-            return global_conv(u, self.read_kernel(kernel, grid)) + bias.unsqueeze(-1)
+            return self.mix_merged(u, grid)
         if u.shape[0] * grid[0] * grid[1] == 1:
             raise ValueError(
                 f"MRConv in training: BatchNorm got one value a channel (batch {u.shape[0]}, map {grid[0]}x{grid[1]}): "

@@ -105,6 +105,10 @@ class TokenMixer(nn.Module):
 
     def mix(self, u: Tensor, grid: Grid) -> Tensor:
         """Mix a sequence `(B, C, L)` of float32 or float64; the same shape and dtype back."""
+        return self.mix_merged(u, grid)
+
+    def mix_merged(self, u: Tensor, grid: Grid) -> Tensor:
+        """`mix` with the kernel and bias of `merge`."""
         kernel, bias = self.merge(u.dtype)
         return global_conv(u, self.read_kernel(kernel, grid)) + bias.unsqueeze(-1)
 
