@@ -146,6 +146,23 @@ class GlobalConvNeXt(ConvNeXt):
         # timm saves the argument with the model, so that it is made again with these grids.
         update_model_input_size(self, _image_size(img_size), kernel_img_size=self.kernel_img_size)
 
+    @torch.jit.ignore
+    def set_sync_batch_norm(self, enable: bool = True) -> None:
+        """Take MRConv's batch statistics in training over all processes of `torch.distributed`'s default group.
+
+        (`SyncBatchNorm.convert_sync_batchnorm` does not see them.) Models without batch statistics stay as they are.
+
+        Raises:
+            RuntimeError: If there is no process group.
+        """
+        if enable and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            raise RuntimeError(
+                "set_sync_batch_norm: no process group; call torch.distributed.init_process_group first."
+            )
+        for mixer in self.token_mixers().values():
+            if hasattr(mixer, "sync"):
+                mixer.sync = enable
+
     def _load_from_state_dict(self, state_dict: Dict[str, Tensor], prefix: str, *args: Any) -> None:
         for name, mixer in self.token_mixers().items():  # all of them before the first parameter is overwritten
             mixer.check_state(state_dict, f"{prefix}{name}.")

@@ -71,6 +71,10 @@ class MRConv(TokenMixer):
         momentum: Weight of the newest batch in the running statistics.
         **kwargs: See `TokenMixer`.
 
+    Attributes:
+        sync: Whether, in training, the statistics are those of the batches of all processes of the default group
+            (what SyncBatchNorm does for BatchNorm; it does not see this layer). False at first.
+
     The initial values, weights ~ N(0, 1) and alpha = `1 / sqrt(N)` (a sum of unit variance), are ours and not yet
     chosen by measurement.
 
@@ -104,6 +108,7 @@ class MRConv(TokenMixer):
         self.seed = seed
         self.eps = eps
         self.momentum = momentum
+        self.sync = False
         self.length = grid_length(self.reference)
         self.num_branches, self.kernel_dim = num_scales(self.length)
         sizes = [self.kernel_dim * (2**i if kind == "dense" else 1) for i in range(self.num_branches)]
@@ -232,7 +237,7 @@ class MRConv(TokenMixer):
     def _mix_batch_norm(self, u: Tensor, grid: Grid) -> Tensor:
         if not self.training:
             return self.mix_merged(u, grid)
-        if u.shape[0] * grid[0] * grid[1] == 1:
+        if u.shape[0] * grid[0] * grid[1] == 1 and not self.sync:
             raise ValueError(
                 f"MRConv in training: BatchNorm got one value a channel (batch {u.shape[0]}, map {grid[0]}x{grid[1]}): "
                 "use a larger batch or larger images, or call model.eval()."
@@ -257,6 +262,14 @@ class MRConv(TokenMixer):
 
     def _mix_batch(self, u: Tensor, grid: Grid) -> Tensor:
         y = self._branches(u, grid)
+        if self.sync:
+            variance, mean = torch.var_mean(y, (0, 3), correction=0)
+            mean, variance, count = _all_process_moments(mean, variance, y.shape[0] * y.shape[-1])
+            if not _recomputing():
+                self._update_running(mean.detach(), variance.detach(), count)
+            scale = self.norm_weight.to(y.dtype) * torch.rsqrt(variance + self.eps)
+            shift = self.norm_bias.to(y.dtype) - scale * mean
+            return self._sum_branches(y * scale.unsqueeze(-1) + shift.unsqueeze(-1), u, grid)
         # Copies: autograd keeps what batch_norm was given, so the buffers themselves may not change under it.
         mean = self.running_mean.to(y.dtype, copy=True).flatten()
         variance = self.running_var.to(y.dtype, copy=True).flatten()
@@ -279,8 +292,11 @@ class MRConv(TokenMixer):
         spectrum = torch.fft.rfft(u, n=n)  # (B, C, F)
         kernels = kernel_spectrum(resample_kernel(self.branch_kernels(u.dtype), self.reference, grid), n)  # (N, C, F)
         mean, variance = spectral_moments(spectrum, kernels, n)
+        count = u.shape[0] * n
+        if self.sync:
+            mean, variance, count = _all_process_moments(mean, variance, count)
         if not _recomputing():
-            self._update_running(mean.detach(), variance.detach(), u.shape[0] * n)
+            self._update_running(mean.detach(), variance.detach(), count)
         scale = self._scale(variance)
         rest = self.read_kernel(u.new_zeros(self.directions, self.dim, self.length), grid)
         total = (scale.unsqueeze(-1) * kernels).sum(0) + kernel_spectrum(rest, n)
@@ -292,6 +308,22 @@ class MRConv(TokenMixer):
         unbiased = variance * (float(count) / (count - 1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
+
+
+@torch.jit.unused
+def _all_process_moments(mean: Tensor, variance: Tensor, count: int) -> Tuple[Tensor, Tensor, int]:
+    """Moments over the batches of all processes, from the mean and biased variance over `count` values of this one.
+
+    One all-reduce, also in the backward pass; in float64, in which the difference of second moment and squared mean
+    loses nothing that float32 could hold.
+    """
+    from torch.distributed.nn.functional import all_reduce  # absent where torch is built without distributed
+
+    dtype, mean, variance = mean.dtype, mean.double(), variance.double()
+    sums = torch.stack([torch.ones_like(mean), mean, variance + mean.square()]) * count
+    total, first, second = all_reduce(sums)
+    mean, count = first / total, round(float(total.flatten()[0]))
+    return mean.to(dtype), (second / total - mean.square()).clamp(min=0).to(dtype), count
 
 
 def _recomputing() -> bool:
