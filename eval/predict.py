@@ -27,7 +27,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="image file, folder or .tar of images")
     parser.add_argument("--checkpoint", metavar="FILE", help="file of train.py, or weights of --model")
-    parser.add_argument("--model", metavar="NAME", help="timm model name; a checkpoint of train.py knows its own")
+    parser.add_argument(
+        "--model", metavar="NAME", help="timm name or local-dir:FOLDER; a file of train.py knows its own"
+    )
     parser.add_argument("--pretrained", action="store_true", help="timm's pretrained weights of --model")
     parser.add_argument("--fuse", action="store_true", help="use the model's fused inference form")
     parser.add_argument("--topk", type=positive_int, default=5, metavar="K", help="classes an image (default: 5)")
@@ -95,7 +97,7 @@ def main() -> int:
 
     # Model and images -------------------------------------------------------------------------------------------------
     loaded = load_model(args.model, args.checkpoint, args.pretrained)
-    if not args.checkpoint and not args.pretrained:
+    if loaded.weights == "random":
         print(f"no weights given: {loaded.arch} predicts with random ones", file=sys.stderr)
     device = default_device()
     model = (fuse(loaded.model) if args.fuse else loaded.model).to(device)
