@@ -102,8 +102,7 @@ def test_interrupted_save_keeps_the_old_file(tmp_path, monkeypatch):
     before = path.read_bytes()
 
     def half_written(content, file):
-        with open(file, "wb") as stream:
-            stream.write(b"half")
+        file.write(b"half")
         raise OSError("no space left on device")
 
     monkeypatch.setattr(torch, "save", half_written)

@@ -1,7 +1,6 @@
 """The scripts, from their command lines to files, printed lines and exit statuses."""
 
 import csv
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,44 +8,20 @@ import sys
 import tarfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from gconvnext.checkpoint import load_model, save_checkpoint
-from gconvnext.scripts import evaluate, run
 from PIL import Image
+from scripting import ROOT, write_split
+from scripting import call as call_script
 from timm.data import ImageNetInfo
 
-ROOT = Path(__file__).parents[1]
 SAMPLES = ROOT.parent / "shared" / "data" / "imagenet1k-samples.tar"
-COLOURS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
 
 
 def call(script, *args):
-    """Runs a script's main as the command line would; returns the exit status."""
-    spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    argv, sys.argv = (
-        sys.argv,
-        [script, *map(str, args), *([] if "digits" in script or "benchmark" in script else ["--workers", "0"])],
-    )
-    try:
-        with pytest.raises(SystemExit) as exit_info:
-            run(module.main)
-    finally:
-        sys.argv = argv
-    return exit_info.value.code or 0
-
-
-def write_split(root, count, names=tuple(COLOURS), seed=0):
-    """Class folders of noisy images whose mean colour is their class."""
-    rng = np.random.default_rng(seed)
-    for name in names:
-        (root / name).mkdir(parents=True)
-        for i in range(count):
-            pixels = np.clip(rng.normal(COLOURS[name], 40, (40, 40, 3)), 0, 255).astype(np.uint8)
-            Image.fromarray(pixels).save(root / name / f"{i}.png")
+    """Runs a script that decodes in its own process; returns the exit status."""
+    return call_script(script, *args, *([] if "digits" in script else ["--workers", "0"]))
 
 
 def pack(root, path):
@@ -85,7 +60,8 @@ def test_training_learns_and_writes_its_files(trained):
     assert float(rows[1]["eval_top1"]) == 100 and float(rows[1]["eval_top5"]) == 100
     assert float(rows[1]["train_loss"]) < float(rows[0]["train_loss"]) and float(rows[1]["lr"]) < float(rows[0]["lr"])
     assert float(rows[1]["eval_loss"]) > 0 and float(rows[1]["images_per_second"]) > 0
-    assert sorted(file.name for file in output.iterdir()) == ["best.pth", "last.pth", "metrics.csv"]
+    files = {file.name for file in output.iterdir()}
+    assert {"best.pth", "config.yaml", "last.pth", "metrics.csv", "run.json"} <= files
     checkpoint = torch.load(output / "last.pth", weights_only=True)
     assert checkpoint["class_names"] == ["blue", "green", "red"]
     assert checkpoint["arch"] == arch and checkpoint["epoch"] == 2 and checkpoint["metrics"]["eval_top1"] == 100
@@ -110,7 +86,7 @@ def test_training_with_every_regulariser_from_a_tar(data, tmp_path, capsys):
     capsys.readouterr()
     results = tmp_path / "results.json"
     assert call("eval/validate.py", data / "val", "--checkpoint", output / "best.pth", "--results-file", results) == 0
-    assert json.loads(results.read_text())["top1"] == checkpoint["metrics"]["eval_top1"]  # of the averages
+    assert json.loads(results.read_text())[0]["top1"] == checkpoint["metrics"]["eval_top1"]  # of the averages
     assert call("eval/validate.py", data / "val", "--checkpoint", output / "best.pth", "--no-ema") == 0
 
 
@@ -126,7 +102,7 @@ def test_training_without_validation_data_says_so(data, tmp_path, capsys):
     options = ["--model", "convnext_atto", "--output", tmp_path / "out", *TRAINING, "--epochs", 1]
     assert call("train/train.py", data / "train", *options) == 0
     assert "no validation data: nothing is measured" in capsys.readouterr().out
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["last.pth", "metrics.csv"]
+    assert (tmp_path / "out" / "last.pth").exists() and not (tmp_path / "out" / "best.pth").exists()
 
 
 def test_training_steps_over_an_unreadable_image(data, tmp_path, caplog):
@@ -154,7 +130,7 @@ def test_training_steps_over_an_unreadable_image(data, tmp_path, caplog):
         (["--kernel-lr-scale", "-1"], "--kernel-lr-scale: got -1, expected 0 to inf"),
         (["--reprob", "7"], "--reprob: got 7, expected 0 to 1"),
         (["--scale", "2", "1"], "--scale: got 2 1, expected 0 < MIN"),
-        (["--aa", "foo"], "--aa: 'foo' is none of timm's policies"),
+        (["--aa", "foo"], "'foo' is none of timm's policies"),
         (["--model-kwargs", "features_only=True"], "would not leave a classifier"),
         (["--model-kwargs", "row_gap=-1"], "row_gap: got -1"),
     ],
@@ -190,135 +166,8 @@ def test_training_refuses_a_validation_class_without_training_images(data, tmp_p
 def test_training_stops_at_a_loss_that_is_not_finite(data, tmp_path, capsys):
     options = ["--model", "convnext_atto", "--output", tmp_path / "out", *TRAINING, "--lr", 1e30]
     assert call("train/train.py", data, *options) == 2
-    assert "the loss became nan in epoch 1: try a smaller --lr" in capsys.readouterr().err
+    assert "the training loss became nan in epoch 1, step 2 of 6" in capsys.readouterr().err
     assert not (tmp_path / "out" / "last.pth").exists()
-
-
-# validate.py ----------------------------------------------------------------------------------------------------------
-
-
-def validate(tmp_path, *args):
-    """Figures of a run of validate.py."""
-    assert call("eval/validate.py", *args, "--batch-size", 4, "--results-file", tmp_path / "results.json") == 0
-    return json.loads((tmp_path / "results.json").read_text())
-
-
-def test_validate_prints_and_writes_the_same_from_folder_split_and_tar(trained, data, tmp_path, capsys):
-    arch, output = trained
-    checkpoint = ("--checkpoint", output / "best.pth")
-    expected = validate(tmp_path, data / "val", *checkpoint)
-    assert expected["images"] == 15 and expected["top1"] == 100 and expected["model"] == arch
-    assert f"{arch}, 32x32: top-1 100.00 %, top-5 100.00 %, loss " in capsys.readouterr().out
-    for source in ((data, "--split", "val"), (pack(data / "val", tmp_path / "val.tar"),)):
-        figures = validate(tmp_path, *source, *checkpoint)
-        assert all(figures[key] == expected[key] for key in ("top1", "top5", "loss", "images"))
-
-
-def test_validate_fused_and_at_another_size(trained, data, tmp_path):
-    _, output = trained
-    checkpoint = ("--checkpoint", output / "best.pth")
-    plain, fused = (validate(tmp_path, data / "val", *checkpoint, *extra) for extra in ((), ("--fuse",)))
-    assert fused["top1"] == plain["top1"] and fused["loss"] == pytest.approx(plain["loss"], rel=1e-4)
-    assert (plain["fused"], fused["fused"]) == (False, True)
-    assert validate(tmp_path, data / "val", *checkpoint, "--img-size", 48)["img_size"] == "48x48"
-
-
-def test_validate_maps_a_folder_that_lacks_a_class(trained, tmp_path):
-    _, output = trained
-    write_split(tmp_path / "part", 3, ["red", "green"], seed=2)  # by folder order red would be 1, not 2
-    assert validate(tmp_path, tmp_path / "part", "--checkpoint", output / "best.pth")["top1"] == 100
-
-
-def test_validate_writes_csv(trained, data, tmp_path):
-    _, output = trained
-    results = tmp_path / "results.csv"
-    assert call("eval/validate.py", data / "val", "--checkpoint", output / "best.pth", "--results-file", results) == 0
-    (row,) = csv.DictReader(results.open())
-    assert float(row["top1"]) == 100 and row["images"] == "15" and row["fused"] == "False"
-
-
-def test_validate_leaves_out_unreadable_images_and_says_so(trained, tmp_path, capsys, caplog):
-    _, output = trained
-    write_split(tmp_path / "val", 3, seed=3)
-    (tmp_path / "val" / "green" / "1.png").write_bytes(b"broken")
-    assert call("eval/validate.py", tmp_path / "val", "--checkpoint", output / "best.pth") == 1
-    out = capsys.readouterr().out
-    assert "top-1 100.00 %" in out and "8 images" in out and "1 images cannot be read" in out
-    assert "1.png" in caplog.text
-
-
-def test_validate_refuses(trained, data, tmp_path, capsys):
-    arch, output = trained
-    checkpoint = ("--checkpoint", output / "best.pth")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "folder.csv").mkdir()
-    write_split(tmp_path / "odd", 1, ["red"])
-    (tmp_path / "odd" / "red").rename(tmp_path / "odd" / "pink")
-    other = "mrconvnext_atto"
-    for args, message in [
-        ((data, *checkpoint), "holds the splits train, val, not class folders: choose one"),
-        ((data, "--split", "test", *checkpoint), "no split 'test': it has train, val"),
-        ((tmp_path / "gone", *checkpoint), "no folder or file at"),
-        ((tmp_path / "empty", *checkpoint), "holds no images"),
-        ((tmp_path / "odd", *checkpoint), "does not know: pink"),
-        ((data / "val", *checkpoint, "--model", other), f"is a checkpoint of '{arch}', not of '{other}'"),
-        ((data / "val", "--model", "convnext_ato"), "did you mean convnext_atto"),
-        ((data / "val", "--checkpoint", tmp_path / "gone.pth"), "no checkpoint file at"),
-        ((data / "val", "--checkpoint", data / "val" / "red" / "0.png"), "is not a checkpoint"),
-        ((data / "val",), "give --checkpoint"),
-        ((data / "val", *checkpoint, "--results-file", "results.txt"), "must end in .csv or .json"),
-        ((data / "val", *checkpoint, "--results-file", tmp_path / "folder.csv"), "is a folder"),
-        ((data / "val", *checkpoint, "--results-file", tmp_path / "gone" / "r.csv"), "its folder does not exist"),
-        ((data / "val", "--model", "convnext_atto"), "class folders that the model does not know"),
-    ]:
-        assert call("eval/validate.py", *args) == 2, args
-        assert f"error: {message}" in (err := capsys.readouterr().err) or (err.startswith("error: ") and message in err)
-
-
-def test_validate_maps_imagenet_ids_of_a_subset(tmp_path):
-    """Folders of two ImageNet ids get those ids' indices, not 0 and 1."""
-    names = ImageNetInfo().label_names()
-    for index, colour in ((700, "red"), (20, "blue")):
-        write_split(tmp_path / "raw", 2, [colour], seed=index)
-        (tmp_path / "raw" / colour).rename(tmp_path / "raw" / names[index])
-    model = load_model("convnext_atto").model
-    torch.nn.init.zeros_(model.head.fc.weight)
-    model.head.fc.bias.data.zero_()[700] = 5.0
-    torch.save(model.state_dict(), tmp_path / "weights.pth")
-    weights = ("--model", "convnext_atto", "--checkpoint", tmp_path / "weights.pth", "--img-size", 32)
-    assert validate(tmp_path, tmp_path / "raw", *weights)["top1"] == 50
-
-
-def test_validate_takes_folder_order_for_weights_without_names(data, tmp_path, capsys):
-    model = load_model("convnext_atto").model
-    model.reset_classifier(3)
-    torch.save(model.state_dict(), tmp_path / "three.pth")
-    model.reset_classifier(2)
-    torch.save(model.state_dict(), tmp_path / "two.pth")
-    args = (data / "val", "--model", "convnext_atto", "--img-size", 32, "--checkpoint")
-    assert call("eval/validate.py", *args, tmp_path / "three.pth") == 0
-    assert "the weights name no classes" in capsys.readouterr().out
-    assert call("eval/validate.py", *args, tmp_path / "two.pth") == 2
-    assert "has 3 class folders, the model 2 classes" in capsys.readouterr().err
-    write_split(tmp_path / "part", 2, ["red", "green"])  # which two of three classes cannot be told
-    args = (tmp_path / "part", *args[1:])
-    assert call("eval/validate.py", *args, tmp_path / "three.pth") == 2
-    assert "has 2 class folders, the model 3 classes" in capsys.readouterr().err
-
-
-def test_evaluate_weighs_images_equally_and_counts_top5():
-    class Fixed(torch.nn.Module):
-        def forward(self, x):
-            return x.flatten(1)
-
-    logits = torch.arange(10.0).repeat(7, 1)  # class 9 first, 5 fifth
-    targets = torch.tensor([9, 9, 5, 4, 9, 0, -1])
-    loader = [(logits[:4], targets[:4]), (logits[4:], targets[4:])]
-    figures = evaluate(Fixed(), loader, torch.device("cpu"))
-    assert figures["top1"] == pytest.approx(50) and figures["top5"] == pytest.approx(100 * 4 / 6)
-    expected = torch.nn.functional.cross_entropy(logits[:6], targets[:6]).item()
-    assert figures["loss"] == pytest.approx(expected)
-    assert (figures["images"], figures["unreadable"]) == (6, 1)
 
 
 # predict.py -----------------------------------------------------------------------------------------------------------
@@ -410,20 +259,6 @@ def shell(*args):
     return subprocess.run([sys.executable, *map(str, args)], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-def test_validate_from_the_shell_with_worker_processes(trained, data, tmp_path):
-    _, output = trained
-    tar = pack(data / "val", tmp_path / "val.tar")
-    done = shell("eval/validate.py", tar, "--checkpoint", output / "best.pth", "--workers", 2, "--batch-size", 4)
-    assert done.returncode == 0, done.stderr
-    assert "top-1 100.00 %" in done.stdout and "15 images" in done.stdout
-
-
-def test_errors_are_one_line_and_status_2():
-    done = shell("eval/validate.py", "nowhere", "--model", "convnext_atto")
-    assert done.returncode == 2
-    assert done.stderr == "error: no folder or file at nowhere: give a folder or a .tar of class folders.\n"
-
-
 @pytest.mark.skipif(not SAMPLES.exists(), reason="the ImageNet samples are not on this machine")
 def test_predict_reads_every_imagenet_sample(tmp_path):
     names = ImageNetInfo().label_names()
@@ -495,17 +330,3 @@ def test_fine_tuning_refuses_other_weights(trained, data, tmp_path, capsys):
     assert call("train/train.py", data, "--model", "convnext_atto", "--train-global-only", *TRAINING) == 2
     assert "no global branches" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-# benchmark.py ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", [[], ["--training"]])
-def test_benchmark_compares_models_in_one_run(capsys, mode):
-    models = ["convnext_atto", "mrconvnext_atto,norm=spectral,img_size=32"]
-    assert call("eval/benchmark.py", *models, *mode, "--img-size", 32, "--batch-size", 2, "--repeats", 2) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[0] == models[0] and "1.000 (1.000 - 1.000)" in lines[1]
-    assert lines[2].split()[0] == models[1] and float(lines[2].split()[1]) > 0
-    assert call("eval/benchmark.py", "convnext_atto,norm") == 2
-    assert "expected key=value" in capsys.readouterr().err

@@ -13,7 +13,13 @@ import timm
 import timm.data
 import timm.utils
 import torch
-from timm.models import clean_state_dict, get_pretrained_cfg_value, is_model_in_modules, split_model_name_tag
+from timm.models import (
+    clean_state_dict,
+    get_pretrained_cfg_value,
+    is_model_in_modules,
+    parse_model_name,
+    split_model_name_tag,
+)
 from torch import nn
 
 from .layers import decode_grid
@@ -30,19 +36,36 @@ class LoadedModel:
         arch: Its name in timm's registry.
         data_config: Input size, mean, std, interpolation and crop, as from timm's `resolve_data_config`.
         class_names: Name of each class index, None where the weights do not come with names.
+        weights: What its weights are: a file's (`"plain"`), the moving average in it (`"ema"`), timm's or a saved
+            model's (`"pretrained"`), or `"random"`.
     """
 
     model: nn.Module
     arch: str
     data_config: dict[str, Any]
     class_names: list[str] | None
+    weights: str
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
+def has_source(name: str) -> bool:
+    """Whether `name` is a saved model, `local-dir:FOLDER` or `hf-hub:ORG/NAME`, and not a name in timm's registry.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    return parse_model_name(name)[0] is not None
+
+
 def check_model_name(name: str) -> None:
-    """Raises ValueError, with the nearest known names, unless timm knows the model `name` (a tag may follow a dot)."""
+    """Raises ValueError, with the nearest known names, unless timm knows the model `name` (a tag may follow a dot).
+
+    Whether a saved model (see `has_source`) is there shows when it is made.
+    """
+    if has_source(name):
+        return
     arch, tag = split_model_name_tag(name)
     if not timm.is_model(arch):
         near = difflib.get_close_matches(arch, timm.list_models(), n=5)
@@ -54,7 +77,12 @@ def check_model_name(name: str) -> None:
 
 
 def img_size_args(name: str, img_size: int | None) -> dict[str, int]:
-    """The keyword that makes a model for `img_size` pixels; empty if None, or if the model is the same at any size."""
+    """The keyword that makes a model for `img_size` pixels; empty if None, or if the model is the same at any size.
+
+    A saved model (see `has_source`) stays as it was saved.
+    """
+    if has_source(name):
+        return {}
     fixed = is_model_in_modules(name, _MODULES) or get_pretrained_cfg_value(name, "fixed_input_size")
     return {"img_size": img_size} if img_size is not None and fixed else {}
 
@@ -71,7 +99,9 @@ def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Modul
     except TypeError as error:
         given = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
         raise ValueError(f"model {name!r} cannot be made with {given}: {error}") from error
-    except RuntimeError as error:
+    except (RuntimeError, KeyError) as error:
+        if has_source(name):
+            raise ValueError(f"{name} is not a model that timm can load: {_first_line(error)}") from error
         if pretrained and not get_pretrained_cfg_value(name, "hf_hub_id"):
             raise ValueError(f"there are no pretrained weights of {name!r}: give --checkpoint.") from error
         raise
@@ -131,10 +161,12 @@ def save_checkpoint(
     metrics: dict[str, float],
     args: dict[str, Any],
     model_ema: nn.Module | None = None,
+    training: dict[str, Any] | None = None,
 ) -> None:
     """Writes a training checkpoint from which `load_model` makes the model again, without further information.
 
-    The file replaces an older one only when it is complete, and loads with `torch.load(..., weights_only=True)`.
+    The file replaces an older one only when it is complete and on the disk, and loads with
+    `torch.load(..., weights_only=True)`.
 
     Args:
         path: File to write.
@@ -147,6 +179,11 @@ def save_checkpoint(
         metrics: Figures of that epoch.
         args: Options of the run, plain values.
         model_ema: The model with averaged weights, if there is one.
+        training: What going on needs besides the weights (optimizer, position, ...): plain values and tensors. None
+            for a file that is not to be resumed from.
+
+    Raises:
+        OSError: If the file cannot be written; an older one is then as it was.
     """
     checkpoint = {
         "arch": arch,
@@ -160,9 +197,39 @@ def save_checkpoint(
     }
     if model_ema is not None:
         checkpoint["state_dict_ema"] = model_ema.state_dict()
-    temporary = f"{path}.tmp"
-    torch.save(checkpoint, temporary)
-    os.replace(temporary, path)
+    if training is not None:
+        checkpoint["training"] = training
+    _write_atomically(Path(path), checkpoint)
+
+
+def _write_atomically(path: Path, checkpoint: dict[str, Any]) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
+        temporary.unlink(missing_ok=True)
+        kept = "the one from before is as it was" if path.exists() else "there is none from before"
+        raise OSError(f"{path} cannot be written ({_first_line(error)}); {kept}. Is the disk full?") from error
+
+
+def load_training_checkpoint(path: str | Path) -> dict[str, Any]:
+    """The content of a checkpoint to resume from, as `save_checkpoint` was given it, on the CPU.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is no checkpoint, or one that was not made to be resumed from.
+    """
+    content = _read(Path(path))
+    if "training" not in content:
+        raise ValueError(
+            f"{path} has weights but not the state of its training: resume from the run's last.pth, or start a new run "
+            "from these weights with --initial-checkpoint."
+        )
+    return content
 
 
 def load_model(
@@ -171,19 +238,22 @@ def load_model(
     pretrained: bool = False,
     use_ema: bool = True,
     img_size: int | None = None,
+    model_args: dict[str, Any] | None = None,
 ) -> LoadedModel:
     """Makes a model from a training checkpoint, from a plain state dict and a name, or from a name alone.
 
     Args:
         name: timm model name. Needed for a plain state dict (`.pth`, `.safetensors`); with a training checkpoint, which
-            knows its model, only a check.
+            knows its model, only a check. A saved model, `local-dir:FOLDER` or `hf-hub:ORG/NAME`, brings its weights.
         checkpoint: File with weights.
         pretrained: Whether to take timm's pretrained weights of `name`; not together with `checkpoint`.
         use_ema: Whether to prefer averaged weights where the checkpoint has them.
-        img_size: Image side in pixels for the data config; None keeps the checkpoint's or the model's.
+        img_size: Image side in pixels for the data config; None keeps the checkpoint's or the model's. At the test size
+            of timm's weights their crop is that for testing.
+        model_args: Keywords of the model, which plain weights and names leave open.
 
     Returns:
-        The model in eval mode; with random weights if neither `checkpoint` nor `pretrained` is given.
+        The model in eval mode; with random weights if none are given.
 
     Raises:
         FileNotFoundError: If there is no file `checkpoint`.
@@ -195,10 +265,12 @@ def load_model(
     if checkpoint is None:
         if name is None:
             raise ValueError("no model: give --checkpoint (a file written by train.py) or --model (a timm name).")
-        model = create_model(name, pretrained, **img_size_args(name, img_size))
-        return _loaded(model, name, {}, img_size)
-    if pretrained:
-        raise ValueError("--pretrained and --checkpoint both give the weights: choose one.")
+        pretrained = pretrained or has_source(name)
+        model = create_model(name, pretrained, **img_size_args(name, img_size), **(model_args or {}))
+        return _loaded(model, name, "pretrained" if pretrained else "random", {}, img_size)
+    if pretrained or (name is not None and has_source(name)):
+        given = "--pretrained" if pretrained else name
+        raise ValueError(f"{given} and --checkpoint both give the weights: choose one.")
     content = _read(Path(checkpoint))
     arch = content.get("arch", name)
     if arch is None:
@@ -206,13 +278,16 @@ def load_model(
     if name is not None and split_model_name_tag(name)[0] != split_model_name_tag(arch)[0]:
         raise ValueError(f"{checkpoint} is a checkpoint of {arch!r}, not of {name!r}: give that --model, or none.")
     state_dict = _weights(content, use_ema)
-    model_args = content.get("model_args") or _plain_args(arch, state_dict)
+    if model_args and "model_args" in content:
+        raise ValueError(f"{checkpoint} knows its model's keywords, {content['model_args']}: leave --model-kwargs out.")
+    model_args = content.get("model_args") or {**_plain_args(arch, state_dict), **(model_args or {})}
     model = create_model(arch, **model_args)
     try:
         model.load_state_dict(state_dict)
     except RuntimeError as error:
         raise ValueError(f"the weights in {checkpoint} do not fit {arch!r} with {model_args}: {error}") from error
-    return _loaded(model, arch, content, img_size)
+    weights = "ema" if use_ema and content.get("state_dict_ema") is not None else "plain"
+    return _loaded(model, arch, weights, content, img_size)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -268,8 +343,24 @@ def _kernel_img_size(state_dict: dict[str, torch.Tensor]) -> tuple[int, int] | N
     return 4 * height, 4 * width  # the first stage's map is at stride 4
 
 
-def _loaded(model: nn.Module, arch: str, content: dict[str, Any], img_size: int | None) -> LoadedModel:
-    data_config = content.get("data_config") or timm.data.resolve_data_config(model=model)
+def _loaded(model: nn.Module, arch: str, weights: str, content: dict[str, Any], img_size: int | None) -> LoadedModel:
+    data_config = content.get("data_config")
+    if data_config is None:
+        test_size = (model.pretrained_cfg.get("test_input_size") or (0, 0, 0))[1:]
+        data_config = timm.data.resolve_data_config(model=model, use_test_size=tuple(test_size) == (img_size, img_size))
     if img_size is not None:
         data_config = {**data_config, "input_size": (data_config["input_size"][0], img_size, img_size)}
-    return LoadedModel(model.eval(), arch, data_config, content.get("class_names"))
+    class_names = content.get("class_names") or _saved_class_names(model, arch)
+    return LoadedModel(model.eval(), arch, data_config, class_names, weights)
+
+
+def _saved_class_names(model: nn.Module, arch: str) -> list[str] | None:
+    """The class names that timm saves with a model, a list or a dict of index and name; None if there are none."""
+    names = getattr(model, "pretrained_cfg", {}).get("label_names")
+    if not names:
+        return None
+    if isinstance(names, dict):
+        names = [name for _, name in sorted(names.items(), key=lambda item: int(item[0]))]
+    if len(names) != model.num_classes:
+        raise ValueError(f"{arch} names {len(names)} classes but has {model.num_classes}: correct its config.json.")
+    return list(names)

@@ -310,6 +310,20 @@ class MRConv(TokenMixer):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
 
 
+class _AllReduce(torch.autograd.Function):
+    """Sum over all processes, whose gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.clone()
+        torch.distributed.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _AllReduce.apply(gradient)
+
+
 @torch.jit.unused
 def _all_process_moments(mean: Tensor, variance: Tensor, count: int) -> Tuple[Tensor, Tensor, int]:
     """Moments over the batches of all processes, from the mean and biased variance over `count` values of this one.
@@ -317,12 +331,10 @@ def _all_process_moments(mean: Tensor, variance: Tensor, count: int) -> Tuple[Te
     One all-reduce, also in the backward pass; in float64, in which the difference of second moment and squared mean
     loses nothing that float32 could hold.
     """
-    from torch.distributed.nn.functional import all_reduce  # absent where torch is built without distributed
-
     dtype, mean, variance = mean.dtype, mean.double(), variance.double()
     sums = torch.stack([torch.ones_like(mean), mean, variance + mean.square()]) * count
-    total, first, second = all_reduce(sums)
-    mean, count = first / total, round(float(total.flatten()[0]))
+    total, first, second = _AllReduce.apply(sums)
+    mean, count = first / total, round(total.flatten()[0].item())
     return mean.to(dtype), (second / total - mean.square()).clamp(min=0).to(dtype), count
 
 
