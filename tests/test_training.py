@@ -285,6 +285,7 @@ def test_grayscale_training_makes_a_checkpoint_that_is_evaluated_in_grayscale(da
     assert train(data, tmp_path / "run", *STILL, "--in-chans", 1, epochs=1) == 0
     loaded = load_model(checkpoint=tmp_path / "run" / "last.pth")
     assert loaded.data_config["input_size"] == (1, 32, 32) and loaded.model.stem[0].in_channels == 1
+    assert len(loaded.data_config["mean"]) == 1
     figures = tmp_path / "figures.json"
     args = (data, "--split", "val", "--checkpoint", tmp_path / "run" / "best.pth", "--results-file", figures)
     assert call("eval/validate.py", *args, "--workers", 0) == 0

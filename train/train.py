@@ -393,6 +393,8 @@ def create_run(args: argparse.Namespace, world: World, stop: StopSignal) -> Run:
     if world.size > 1:
         model = synchronise_batch_norm(model, world)
     data_config = resolve_data_config({"img_size": args.img_size, "in_chans": args.in_chans}, model=model)
+    if args.in_chans == 1:
+        data_config |= {key: (sum(data_config[key]) / len(data_config[key]),) for key in ("mean", "std")}
     train_loader, val_loader = create_loaders(args, train, val, data_config, world)
     groups = param_groups(
         model, args.lr, args.weight_decay, args.kernel_lr_scale, args.kernel_weight_decay, args.layer_decay
