@@ -286,9 +286,7 @@ def measure_job(
     figures = measure(model, dataset, loaded.data_config, labels, args, world, say)
     if real_labels is not None:
         figures["loss"] = None  # there is no one right class
-    # of shards, `len` is one process's share
-    announced = dataset.reader.num_samples if isinstance(dataset, ShardDataset) else len(dataset)
-    figures["missing"] = announced - figures["images"] - figures["unreadable"] - figures["left_out"]
+    figures["missing"] = len(dataset) - figures["images"] - figures["unreadable"] - figures["left_out"]
     row = {
         "model": loaded.arch,
         "weights": loaded.weights,

@@ -18,7 +18,6 @@ from gconvnext.data import (
     EpochSampler,
     ShardDataset,
     TrainLoader,
-    _SeededErasing,
     create_loader,
     create_train_loader,
     find_splits,
@@ -28,6 +27,8 @@ from gconvnext.data import (
     resolve_split,
     to_image,
 )
+from gconvnext.data.classes import imagenet_ids
+from gconvnext.data.loaders import SeededErasing
 from PIL import Image
 from timm.data import ImageNetInfo
 from timm.data.loader import PrefetchLoader
@@ -626,7 +627,7 @@ def test_erasing_of_whole_batches_is_the_same_after_a_skip(tmp_path):
     """timm's prefetcher, which erases on the GPU, here on the CPU."""
     plain = train_loader(write_noise(tmp_path), re_prob=0)
     prefetcher = PrefetchLoader(plain.loader, device=torch.device("cpu"), re_prob=1.0, re_mode="pixel")
-    prefetcher.random_erasing = _SeededErasing(prefetcher.random_erasing, seed=1, rank=0)
+    prefetcher.random_erasing = SeededErasing(prefetcher.random_erasing, seed=1, rank=0)
     loader = TrainLoader(prefetcher, plain.sampler, seed=1, rank=0)
     first, second = epoch_of(loader, 0), epoch_of(loader, 1)
     random.seed(0), torch.manual_seed(0)
@@ -836,14 +837,12 @@ def test_missing_package_is_one_line_with_its_command(monkeypatch, source):
 
 def test_descriptions_of_imagenet_are_its_ids(tmp_path):
     """A data set with ImageNet's descriptions, the two equal ones told apart, fits a model with its ids."""
-    from gconvnext.data import _imagenet_ids
-
     info = ImageNetInfo("imagenet-1k")
     descriptions = info.label_descriptions()
     descriptions[134] = "crane (bird)"
-    assert _imagenet_ids(descriptions) == info.label_names()
-    assert _imagenet_ids(descriptions[::-1]) == descriptions[::-1]
-    assert _imagenet_ids(["cat", "dog"]) == ["cat", "dog"]
+    assert imagenet_ids(descriptions) == info.label_names()
+    assert imagenet_ids(descriptions[::-1]) == descriptions[::-1]
+    assert imagenet_ids(["cat", "dog"]) == ["cat", "dog"]
 
 
 # Shards ---------------------------------------------------------------------------------------------------------------
@@ -892,6 +891,7 @@ def test_shards_are_measured_once_by_any_number_of_processes_and_workers(tmp_pat
             dataset = open_source(source, "validation", ["red", "blue"])
             assert isinstance(dataset, ShardDataset) and len(dataset) == 18
             dataset.reader.dist_rank, dataset.reader.dist_num_replicas = rank, world_size  # as timm finds them
+            assert len(dataset) == 18
             loader = create_loader(dataset, CONFIG, 4, workers, torch.device("cpu"), rank=rank, world_size=world_size)
             for images, targets in loader:
                 assert [1 - number % 2 for number in numbers(images)] == targets.tolist()  # by name, not by number
@@ -927,6 +927,15 @@ def test_training_on_shards_repeats_itself(tmp_path, workers):
     assert not torch.equal(first[0][0], second[0][0])
     assert_same_batches(epoch_of(again, 1, start=2), second[2:])
     assert_same_batches(epoch_of(again, 0), first)
+
+
+@needs("webdataset")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_shards_have_the_length_of_all_images_and_their_loader_that_of_its_batches(tmp_path, workers):
+    loader = train_loader(f"wds/{write_shards(tmp_path / 'shards')}:train-{{0..3}}.tar|24", workers, world_size=2)
+    assert len(loader.dataset) == 24
+    batches = {0: 3, 2: 4}[workers]  # each worker's 6 images are made up to 2 batches of 4
+    assert len(loader) == len(list(loader)) == batches
 
 
 @needs("webdataset")

@@ -12,7 +12,6 @@ With a model of ImageNet-12k, -21k or -22k only the outputs of the test set's cl
 
 import json
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -21,7 +20,8 @@ import numpy as np
 import timm.data
 import torch
 
-from .data import ImageDataset, ShardDataset, _some, imagenet_info
+from .data import ImageDataset, ShardDataset, imagenet_info
+from .data.classes import first_few, one_spelling
 
 COMPETING = ("auto", "all", "folders")
 
@@ -88,9 +88,9 @@ def match_labels(
             )
         notes.append(f"the weights name no classes: taking the {len(folders)} folders' order for theirs")
         names = folders
-    outputs = {unicodedata.normalize("NFC", name): i for i, name in enumerate(names)}
+    outputs = {one_spelling(name): i for i, name in enumerate(names)}
     if real_labels is not None and not outputs.keys() & set(ids):
-        raise ValueError(f"ReaL labels are ImageNet's: the model's classes are {_some(names)}.")
+        raise ValueError(f"ReaL labels are ImageNet's: the model's classes are {first_few(names)}.")
     if all(re.fullmatch(r"\d+", name) for name in folders) and outputs.keys() & set(ids):
         folders = _numbered_ids(folders, ids)
         notes.append("the folders' numbers are taken for ImageNet's class numbers, as in ImageNet-V2")
@@ -115,7 +115,7 @@ def _numbered_ids(folders: Sequence[str], ids: Sequence[str]) -> list[str]:
     if max(numbers) >= len(ids) or len(set(numbers)) < len(numbers):
         raise ValueError(
             f"numbered class folders stand for ImageNet's classes: expected 0 to {len(ids) - 1}, each once, "
-            f"got {_some(folders[-5:])}."
+            f"got {first_few(folders[-5:])}."
         )
     return [ids[number] for number in numbers]
 
@@ -128,10 +128,10 @@ def _unknown(
     ImageNet's larger sets lack 1 to 9 of the 1000 classes under their ids.
     """
     if info is not None and len(names) > len(ids) and set(unknown) < set(ids) and len(unknown) < 10:
-        return f"{len(unknown)} of the class folders are none of the model's {len(names)} classes: {_some(unknown)}"
+        return f"{len(unknown)} of the class folders are none of the model's {len(names)} classes: {first_few(unknown)}"
     raise ValueError(
-        f"there are {len(unknown)} class folders that the model does not know: {_some(unknown)}. "
-        f"Its {len(names)} classes are {_some(names)}: remove or rename the folders."
+        f"there are {len(unknown)} class folders that the model does not know: {first_few(unknown)}. "
+        f"Its {len(names)} classes are {first_few(names)}: remove or rename the folders."
     )
 
 
