@@ -13,20 +13,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import cpu
+
 __all__ = [
     "BACKENDS",
     "Grid",
     "fft_length",
+    "flatten_map",
     "global_conv",
     "grid_length",
     "kernel_spectrum",
     "local_kernel",
+    "map_conv",
     "resample_kernel",
+    "runs_in_c",
+    "spectrum_conv",
+    "unflatten_map",
 ]
 
 Grid = Tuple[int, int, int]  # (H, W, gap); typing.Tuple, because TorchScript reads it
 
-BACKENDS = ("auto", "fft", "toeplitz")
+BACKENDS = ("auto", "fft", "toeplitz", "cpu")
 
 
 def grid_length(grid: Grid) -> int:
@@ -75,14 +82,26 @@ def kernel_spectrum(kernel: Tensor, n: int) -> Tensor:
     return torch.fft.rfft(two_sided(kernel), n=n)
 
 
+def spectrum_conv(spectrum: Tensor, kernel: Tensor, length: int, directions: int) -> Tensor:
+    """The sequence `(..., C, L)` from its spectrum and a `kernel_spectrum`, `(..., C, n // 2 + 1)` each.
+
+    Without derivatives the product overwrites `spectrum`.
+    """
+    n = 2 * (spectrum.shape[-1] - 1)
+    product = spectrum * kernel if torch.is_grad_enabled() else spectrum.mul_(kernel)
+    start = length - 1 if directions == 2 else 0
+    return torch.fft.irfft(product, n=n)[..., start : start + length]
+
+
 def _fft_conv(u: Tensor, kernel: Tensor) -> Tensor:
     length = u.shape[-1]
     n = fft_length(length)
     spectrum = torch.fft.rfft(u, n=n)  # (B, C, n // 2 + 1)
+    multiplier = kernel_spectrum(kernel, n)
     if kernel.dim() == 4:
-        spectrum = spectrum.unsqueeze(1)  # (B, 1, C, n // 2 + 1)
-    start = length - 1 if kernel.shape[-3] == 2 else 0
-    return torch.fft.irfft(spectrum * kernel_spectrum(kernel, n), n=n)[..., start : start + length]
+        start = length - 1 if kernel.shape[-3] == 2 else 0
+        return torch.fft.irfft(spectrum.unsqueeze(1) * multiplier, n=n)[..., start : start + length]
+    return spectrum_conv(spectrum, multiplier, length, kernel.shape[-3])
 
 
 def _toeplitz_conv(u: Tensor, kernel: Tensor) -> Tensor:
@@ -106,19 +125,41 @@ def _check_arguments(u: Tensor, kernel: Tensor, backend: str) -> None:
         raise ValueError(f"global_conv: a kernel has 1 or 2 directions, got {kernel.shape[-3]}.")
     if backend not in BACKENDS:
         raise ValueError(f"global_conv: unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}.")
+    if backend == "cpu" and (u.device.type != "cpu" or u.dtype == torch.float64 or not cpu.available()):
+        raise ValueError(
+            f"global_conv: the backend 'cpu' needs an input on the CPU of at most float32, got {u.dtype} on {u.device}, "
+            f"and the compiled kernel, which is {'built' if cpu.available() else 'not built'}. Use backend='fft'."
+        )
 
 
 # Measured on two CPU cores in float32, forward and backward, L = 16 .. 196 and C = 160 .. 768: from this batch size on
-# the Toeplitz product is as fast or faster (0.8 to 4.3 times the speed), below it mostly slower (0.2 to 1.8 times). Its
-# L x L matrices should be no larger than the data.
+# the Toeplitz product is as fast or faster than PyTorch's FFTs (0.8 to 4.3 times the speed), below it mostly slower (0.2
+# to 1.8 times). Its L x L matrices should be no larger than the data.
 _TOEPLITZ_MIN_BATCH = 128
 
 
 def _pick_backend(u: Tensor) -> str:
-    # Not measured on other devices; and a traced graph serves every batch size.
-    if u.device.type != "cpu" or torch.compiler.is_compiling():
+    if u.device.type != "cpu":
+        return "fft"
+    if u.dtype != torch.float64 and cpu.available():
+        return "cpu"
+    if torch.compiler.is_compiling():  # a traced graph serves every batch size
         return "fft"
     return "toeplitz" if u.shape[0] >= max(_TOEPLITZ_MIN_BATCH, u.shape[-1]) else "fft"
+
+
+@torch.jit.unused
+def runs_in_c(u: Tensor) -> bool:
+    """Whether `global_conv` would convolve this input with the CPU kernel."""
+    return _pick_backend(u) == "cpu"
+
+
+@torch.jit.unused
+def _cpu_conv(u: Tensor, kernel: Tensor) -> Tensor:
+    """A map of one row, `(B, C, L)` -> `(B, C, L)`, or `(B, N, C, L)`."""
+    if kernel.dim() == 4:
+        return torch.stack([_cpu_conv(u, one) for one in kernel], dim=1)
+    return cpu.convolve(u.unsqueeze(2), kernel, u.new_zeros(u.shape[1]), 0).squeeze(2)
 
 
 def global_conv(u: Tensor, kernel: Tensor, backend: str = "auto") -> Tensor:
@@ -130,13 +171,14 @@ def global_conv(u: Tensor, kernel: Tensor, backend: str = "auto") -> Tensor:
     Args:
         u: Sequence `(B, C, L)`, any floating dtype.
         kernel: `(D, C, L)`, D = 2 directions or 1 (causal); or `(N, D, C, L)`, N kernels applied to the same input.
-        backend: `"fft"`, `"toeplitz"` (an L x L matrix per channel, for short L), or `"auto"`, which picks the faster.
+        backend: `"fft"`; `"toeplitz"`, an L x L matrix per channel, for short L; `"cpu"`, the kernel in C, which has
+            float32 and first derivatives only; or `"auto"`, which picks the fastest that serves.
 
     Returns:
         `(B, C, L)`, or `(B, N, C, L)` for N kernels, in the dtype of `u`.
 
     Raises:
-        ValueError: If the shapes do not fit each other, or the backend is unknown.
+        ValueError: If the shapes do not fit each other, or the backend is unknown or cannot serve the input.
     """
     if not torch.jit.is_scripting():
         _check_arguments(u, kernel, backend)
@@ -148,8 +190,40 @@ def global_conv(u: Tensor, kernel: Tensor, backend: str = "auto") -> Tensor:
         backend = _pick_backend(u)
     if backend == "fft":
         return _fft_conv(v, kernel).to(u.dtype)
+    if backend == "cpu":
+        return _cpu_conv(v, kernel).to(u.dtype)
     with torch.autocast(u.device.type, enabled=False):
         return _toeplitz_conv(v, kernel).to(u.dtype)
+
+
+def flatten_map(x: Tensor, gap: int) -> Tensor:
+    """`(..., H, W)` -> `(..., H * (W + gap))`, zeros in the gap."""
+    return F.pad(x, (0, gap)).flatten(-2) if gap else x.flatten(-2)
+
+
+def unflatten_map(y: Tensor, grid: Grid) -> Tensor:
+    """`(..., H * (W + gap))` -> `(..., H, W)`."""
+    height, width, gap = grid
+    return y.unflatten(-1, (height, width + gap))[..., :width]
+
+
+def map_conv(x: Tensor, kernel: Tensor, bias: Tensor, gap: int) -> Tensor:
+    """`global_conv` of a feature map, plus a bias; the CPU kernel then neither pads nor transposes anything.
+
+    Args:
+        x: `(B, C, H, W)`, float32 or float64; fastest with channels last in memory, which the result then has, too.
+        kernel: `(D, C, L)`, `L = H * (W + gap)`, in the same dtype.
+        bias: `(C,)`, in the same dtype.
+        gap: Zero columns behind each row.
+
+    Returns:
+        `(B, C, H, W)`.
+    """
+    if not torch.jit.is_scripting():
+        if runs_in_c(x):
+            return cpu.convolve(x, kernel, bias, gap)
+    y = global_conv(flatten_map(x, gap), kernel) + bias.unsqueeze(-1)
+    return unflatten_map(y, (x.shape[2], x.shape[3], gap))
 
 
 def _floor_div(a: Tensor, b: int) -> Tensor:

@@ -8,7 +8,20 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from .global_conv import Grid, fft_length, global_conv, grid_length, kernel_spectrum, resample_kernel
+from . import cpu
+from .global_conv import (
+    Grid,
+    fft_length,
+    flatten_map,
+    global_conv,
+    grid_length,
+    kernel_spectrum,
+    map_conv,
+    resample_kernel,
+    runs_in_c,
+    spectrum_conv,
+    unflatten_map,
+)
 from .sgconv import num_scales
 from .token_mixer import TokenMixer
 
@@ -32,15 +45,67 @@ def spectral_moments(spectrum: Tensor, kernels: Tensor, n: int) -> Tuple[Tensor,
     Returns:
         Mean and biased variance over all `B * n` positions, `(N, C)` each.
     """
-    batch = spectrum.shape[0]
-    dc = spectrum[..., 0].real / n  # (B, C): mean of each input over the n positions
-    gain = kernels[..., 0].real  # (N, C)
-    weight = torch.full((n // 2 + 1,), 2.0, dtype=dc.dtype, device=dc.device)  # both halves of the spectrum
-    weight[0], weight[-1] = 0.0, 1.0
-    power = torch.view_as_real(spectrum).square().sum(-1).sum(0) * (weight / (float(n) * n * batch))  # (C, F)
-    energy = (torch.view_as_real(kernels).square().sum(-1) * power).sum(-1)  # (N, C)
-    variance = energy + gain.square() * dc.var(0, unbiased=False)
-    return gain * dc.mean(0), variance
+    power, total = _spectral_power(spectrum)
+    dc = total / n  # (B, C): mean of each input over the n positions
+    return _moments(kernels[..., 0].real, _spectral_energy(kernels, power, n), dc)
+
+
+def _spectral_power(spectrum: Tensor) -> Tuple[Tensor, Tensor]:
+    """Energy of each bin summed over the batch, `(C, F)`, and each image's sum over positions, `(B, C)`."""
+    return torch.view_as_real(spectrum).square().sum(-1).sum(0), spectrum[..., 0].real
+
+
+def _bin_weights(n: int, like: Tensor) -> Tensor:
+    """How often a one-sided bin counts in a sum over all n (even): twice, but for the first and the last."""
+    weight = torch.full((n // 2 + 1,), 2.0, dtype=like.dtype, device=like.device)
+    weight[0], weight[-1] = 1.0, 1.0
+    return weight
+
+
+def _spectral_energy(kernels: Tensor, power: Tensor, n: int) -> Tensor:
+    """Mean square of the outputs but for bin 0, summed over the batch: `(N, C, F)` and `(C, F)` -> `(N, C)`."""
+    weight = _bin_weights(n, power)
+    weight[0] = 0.0
+    return (torch.view_as_real(kernels).square().sum(-1) * (power * (weight / (float(n) * n)))).sum(-1)
+
+
+def _dilated_energy(taps: Tensor, power: Tensor, n: int) -> Tensor:
+    """`_spectral_energy` of dilated kernels from their d taps alone, with transforms of length 2d instead of n.
+
+    The energy is the kernel's autocorrelation times that of the input, r. Tap j of branch i is offset `2**i * j` forward
+    and `-(2**i * j + 1)` backward: their distances are multiples of `2**i` within a direction, one more across.
+
+    Args:
+        taps: `(D, C, N, d)`.
+        power: Energy of each bin of the input, `(C, n // 2 + 1)`.
+        n: Length of the input's transform.
+
+    Returns:
+        `(N, C)`.
+    """
+    size = taps.shape[-1]
+    r = torch.fft.irfft(F.pad(power[..., 1:], (1, 0)), n=n)
+    short = fft_length(size)
+    weight = _bin_weights(short, power) / (float(short) * n)
+    within = torch.stack(
+        [r[:, : size << i : 1 << i] for i in range(taps.shape[-2])], dim=1
+    )  # (C, N, d), distances >= 0
+    within = 2 * torch.fft.rfft(within, n=short).real - within[..., :1]
+    spectrum = torch.fft.rfft(taps, n=short)
+    energy = (torch.view_as_real(spectrum).square().sum(-1).sum(0) * within * weight).sum(-1)
+    if taps.shape[0] == 2:
+        across = torch.stack([r[:, 1 : ((2 * size - 2) << i) + 2 : 1 << i] for i in range(taps.shape[-2])], dim=1)
+        across = torch.fft.rfft(across, n=short).conj()
+        energy = energy + 2 * ((spectrum[0] * spectrum[1] * across).real * weight).sum(-1)
+    return energy.clamp(min=0).t()  # rounding
+
+
+def _moments(gain: Tensor, energy: Tensor, dc: Tensor) -> Tuple[Tensor, Tensor]:
+    """Mean and biased variance `(N, C)` from the kernels' sums `(N, C)`, `_spectral_energy` and the inputs' means `(B, C)`.
+
+    Bin 0 enters the variance as its spread over the batch.
+    """
+    return gain * dc.mean(0), energy / dc.shape[0] + gain.square() * dc.var(0, unbiased=False)
 
 
 @register_notrace_module
@@ -111,9 +176,9 @@ class MRConv(TokenMixer):
         self.sync = False
         self.length = grid_length(self.reference)
         self.num_branches, self.kernel_dim = num_scales(self.length)
-        sizes = [self.kernel_dim * (2**i if kind == "dense" else 1) for i in range(self.num_branches)]
+        self.sizes = [self.kernel_dim * (2**i if kind == "dense" else 1) for i in range(self.num_branches)]
         # The parameter is named after its kind, so that weights of another one do not load: state_dict()["dilated"].
-        self.register_parameter(kind, nn.Parameter(torch.empty(self.directions, dim, sum(sizes), **dd)))
+        self.register_parameter(kind, nn.Parameter(torch.empty(self.directions, dim, sum(self.sizes), **dd)))
         if kind == "sparse":
             # A mask rather than positions: averaging a model (EMA) may truncate integers, never a bool.
             mask = torch.empty(self.num_branches, self.directions, self.length, device=device, dtype=torch.bool)
@@ -158,53 +223,61 @@ class MRConv(TokenMixer):
 
     def branch_kernels(self, dtype: torch.dtype) -> Tensor:
         """The branches' kernels on the reference grid, `(N, D, C, L0)`."""
+        kernels = self._short_kernels(self._weights(dtype))
+        return torch.stack([F.pad(kernel, (0, self.length - kernel.shape[-1])) for kernel in kernels])
+
+    def _weights(self, dtype: torch.dtype) -> List[Tensor]:
+        """The branches' parameters, `(D, C, d)` each (`dense`: `(D, C, l_i)`)."""
         if hasattr(self, "dense"):
-            return self._dense_kernels(self.dense.to(dtype))
+            weight = self.dense
         elif hasattr(self, "dilated"):
-            return self._dilated_kernels(self.dilated.to(dtype))
+            weight = self.dilated
         elif hasattr(self, "fourier"):
-            return self._fourier_kernels(self.fourier.to(dtype))
+            weight = self.fourier
         else:
-            return self._sparse_kernels(self.sparse.to(dtype))
+            weight = self.sparse
+        return list(weight.to(dtype).split(self.sizes, dim=-1))
 
-    def _pad(self, kernel: Tensor) -> Tensor:
-        return F.pad(kernel, (0, self.length - kernel.shape[-1]))
+    def _short_kernels(self, weights: List[Tensor]) -> List[Tensor]:
+        """The branches' kernels without what is zero behind them, `(D, C, <= L0)` each, longer ones later."""
+        kernels: List[Tensor] = []
+        for i, weight in enumerate(weights):
+            if hasattr(self, "dense"):
+                kernels.append(weight)
+            elif hasattr(self, "dilated"):
+                kernels.append(F.pad(weight.unsqueeze(-1), (0, (1 << i) - 1)).flatten(-2))
+            elif hasattr(self, "fourier"):
+                kernels.append(self._fourier_kernel(weight, i))
+            else:
+                kernels.append(self._sparse_kernel(weight, i))
+        return kernels
 
-    def _dense_kernels(self, weight: Tensor) -> Tensor:
-        kernels = []
-        for i in range(self.num_branches):
-            start = self.kernel_dim * ((1 << i) - 1)
-            kernels.append(self._pad(weight[..., start : start + (self.kernel_dim << i)]))
-        return torch.stack(kernels)
+    def _merged_kernel(self, scale: Tensor) -> Tensor:
+        """`sum_i scale_i * k_i` for `scale` `(N, C)`: `(D, C, L0)`. The few parameters are scaled, not the kernels."""
+        weights = [weight * scale[i].unsqueeze(-1) for i, weight in enumerate(self._weights(scale.dtype))]
+        kernels = self._short_kernels(weights)
+        total = kernels[0]
+        for kernel in kernels[1:]:
+            total = F.pad(total, (0, kernel.shape[-1] - total.shape[-1])) + kernel
+        return F.pad(total, (0, self.length - total.shape[-1]))
 
-    def _dilated_kernels(self, weight: Tensor) -> Tensor:
-        kernels = []
-        for i in range(self.num_branches):
-            taps = weight[..., i * self.kernel_dim : (i + 1) * self.kernel_dim]
-            kernels.append(self._pad(F.pad(taps.unsqueeze(-1), (0, (1 << i) - 1)).flatten(-2)))
-        return torch.stack(kernels)
+    def _fourier_kernel(self, modes: Tensor, branch: int) -> Tensor:
+        size = self.kernel_dim << branch
+        # Numbers (1, cos 1, sin 1, cos 2, ...) as complex bins. A pair of conjugate bins has twice the energy of its
+        # one-sided half; bin 0 and the last bin of a complete even series stand alone.
+        scale = torch.full_like(modes[0, 0], math.sqrt(0.5))
+        scale[0] = 1.0
+        if branch == 0 and size % 2 == 0:
+            scale[-1] = 1.0
+        modes = modes * scale
+        real = torch.cat([modes[..., :1], modes[..., 1::2]], dim=-1)
+        imaginary = F.pad(modes[..., 2::2], (1, 1 - self.kernel_dim % 2))
+        return torch.fft.irfft(torch.complex(real, imaginary), n=size, norm="ortho")
 
-    def _fourier_kernels(self, weight: Tensor) -> Tensor:
-        kernels = []
-        for i in range(self.num_branches):
-            modes = weight[..., i * self.kernel_dim : (i + 1) * self.kernel_dim]
-            size = self.kernel_dim << i
-            # Numbers (1, cos 1, sin 1, cos 2, ...) as complex bins. A pair of conjugate bins has twice the energy of
-            # its one-sided half; bin 0 and the last bin of a complete even series stand alone.
-            scale = torch.full_like(modes[0, 0], math.sqrt(0.5))
-            scale[0] = 1.0
-            if i == 0 and size % 2 == 0:
-                scale[-1] = 1.0
-            modes = modes * scale
-            real = torch.cat([modes[..., :1], modes[..., 1::2]], dim=-1)
-            imaginary = F.pad(modes[..., 2::2], (1, 1 - self.kernel_dim % 2))
-            kernels.append(self._pad(torch.fft.irfft(torch.complex(real, imaginary), n=size, norm="ortho")))
-        return torch.stack(kernels)
-
-    def _sparse_kernels(self, weight: Tensor) -> Tensor:
-        weight = weight.unflatten(-1, (self.num_branches, self.kernel_dim)).movedim(-2, 0)  # (N, D, C, d)
-        tap = (self.mask.cumsum(-1) - 1).clamp(min=0).unsqueeze(-2)  # (N, D, 1, L0)
-        return weight.gather(-1, tap.expand(-1, -1, self.dim, -1)) * self.mask.unsqueeze(-2)
+    def _sparse_kernel(self, weight: Tensor, branch: int) -> Tensor:
+        mask = self.mask[branch].unsqueeze(-2)  # (D, 1, L0)
+        tap = (mask.cumsum(-1) - 1).clamp(min=0)
+        return weight.gather(-1, tap.expand(-1, self.dim, -1)) * mask
 
     def _scale(self, variance: Tensor) -> Tensor:
         """What a branch's output is multiplied by: `alpha * gamma / sqrt(var + eps)`, `(N, C)`."""
@@ -225,51 +298,56 @@ class MRConv(TokenMixer):
                 "MRConv with norm='layer' has no single kernel and cannot be fused; use 'batch' or 'spectral'."
             )
         scale = self._scale(self.running_var.to(dtype))
-        kernel = (scale.unsqueeze(1).unsqueeze(-1) * self.branch_kernels(dtype)).sum(0)
-        return kernel, self._shift(scale, self.running_mean.to(dtype))
+        return self._merged_kernel(scale), self._shift(scale, self.running_mean.to(dtype))
 
-    def mix(self, u: Tensor, grid: Grid) -> Tensor:
+    def mix(self, x: Tensor, grid: Grid) -> Tensor:
         if hasattr(self, "running_mean"):
-            return self._mix_batch_norm(u, grid)
+            return self._mix_batch_norm(x, grid)
         else:
-            return self._mix_layer(u, grid)
+            return self._mix_layer(x, grid)
 
-    def _mix_batch_norm(self, u: Tensor, grid: Grid) -> Tensor:
+    def _mix_batch_norm(self, x: Tensor, grid: Grid) -> Tensor:
         if not self.training:
-            return self.mix_merged(u, grid)
-        if u.shape[0] * grid[0] * grid[1] == 1 and not self.sync:
+            return self.mix_merged(x, grid)
+        if x.shape[0] * grid[0] * grid[1] == 1 and not self.sync:
             raise ValueError(
-                f"MRConv in training: BatchNorm got one value a channel (batch {u.shape[0]}, map {grid[0]}x{grid[1]}): "
+                f"MRConv in training: BatchNorm got one value a channel (batch {x.shape[0]}, map {grid[0]}x{grid[1]}): "
                 "use a larger batch or larger images, or call model.eval()."
             )
-        return self._mix_spectral(u, grid) if self.norm == "spectral" else self._mix_batch(u, grid)
+        return self._mix_spectral(x, grid) if self.norm == "spectral" else self._mix_batch(x, grid)
 
-    def _branches(self, u: Tensor, grid: Grid) -> Tensor:
-        """The branches' outputs on real positions (no gap columns), `(B, N, C, H * W)`."""
-        kernels = resample_kernel(self.branch_kernels(u.dtype), self.reference, grid)
-        return _drop_gap(global_conv(u, kernels), grid)
+    def _branches(self, x: Tensor, grid: Grid) -> Tensor:
+        """The branches' outputs, `(B, N, C, H, W)`."""
+        kernels = resample_kernel(self.branch_kernels(x.dtype), self.reference, grid)
+        if not torch.jit.is_scripting():
+            if runs_in_c(x):  # channels last, and so they stay
+                bias = x.new_zeros(self.dim)
+                branches = torch.cat([map_conv(x, kernel, bias, grid[2]) for kernel in kernels], dim=1)
+                return branches.unflatten(1, (self.num_branches, self.dim))
+        return unflatten_map(global_conv(flatten_map(x, grid[2]), kernels), grid)
 
-    def _rest(self, u: Tensor, grid: Grid) -> Tensor:
-        """What is not normalised: skip and local branch, `(B, C, L)`."""
-        if self.local is None:
-            return self.skip.to(u.dtype).unsqueeze(-1) * u
-        return global_conv(u, self.read_kernel(u.new_zeros(self.directions, self.dim, self.length), grid))
+    def _rest_kernel(self, like: Tensor, grid: Grid) -> Tensor:
+        """Kernel of what is not normalised, skip and local branch: `(D, C, L)`."""
+        return self.read_kernel(like.new_zeros(self.directions, self.dim, self.length), grid)
 
-    def _sum_branches(self, y: Tensor, u: Tensor, grid: Grid) -> Tensor:
+    def _sum_branches(self, y: Tensor, x: Tensor, grid: Grid) -> Tensor:
         alpha = self.alpha
-        y = y.sum(1) if alpha is None else (y * alpha.to(y.dtype).unsqueeze(-1)).sum(1)
-        return _add_gap(y, grid) + self._rest(u, grid) + self.bias.to(y.dtype).unsqueeze(-1)
+        y = y.sum(1) if alpha is None else (y * _on_map(alpha.to(y.dtype))).sum(1)
+        bias = self.bias.to(y.dtype)
+        if self.local is None:
+            return y + (_on_map(self.skip.to(y.dtype)) * x + _on_map(bias))
+        return y + map_conv(x, self._rest_kernel(x, grid), bias, grid[2])
 
-    def _mix_batch(self, u: Tensor, grid: Grid) -> Tensor:
-        y = self._branches(u, grid)
+    def _mix_batch(self, x: Tensor, grid: Grid) -> Tensor:
+        y = self._branches(x, grid)
         if self.sync:
-            variance, mean = torch.var_mean(y, (0, 3), correction=0)
-            mean, variance, count = _all_process_moments(mean, variance, y.shape[0] * y.shape[-1])
+            variance, mean = torch.var_mean(y, (0, 3, 4), correction=0)
+            mean, variance, count = _all_process_moments(mean, variance, y.shape[0] * grid[0] * grid[1])
             if not _recomputing():
                 self._update_running(mean.detach(), variance.detach(), count)
             scale = self.norm_weight.to(y.dtype) * torch.rsqrt(variance + self.eps)
             shift = self.norm_bias.to(y.dtype) - scale * mean
-            return self._sum_branches(y * scale.unsqueeze(-1) + shift.unsqueeze(-1), u, grid)
+            return self._sum_branches(y * _on_map(scale) + _on_map(shift), x, grid)
         # Copies: autograd keeps what batch_norm was given, so the buffers themselves may not change under it.
         mean = self.running_mean.to(y.dtype, copy=True).flatten()
         variance = self.running_var.to(y.dtype, copy=True).flatten()
@@ -278,31 +356,55 @@ class MRConv(TokenMixer):
         if not _recomputing():
             self.running_mean.copy_(mean.view_as(self.running_mean))
             self.running_var.copy_(variance.view_as(self.running_var))
-        return self._sum_branches(normed.view_as(y), u, grid)
+        return self._sum_branches(normed.unflatten(1, (self.num_branches, self.dim)), x, grid)
 
-    def _mix_layer(self, u: Tensor, grid: Grid) -> Tensor:
-        y = self._branches(u, grid)
+    def _mix_layer(self, x: Tensor, grid: Grid) -> Tensor:
+        y = self._branches(x, grid)
         normed = F.layer_norm(y.movedim(2, -1), (self.dim,), None, None, self.eps).movedim(-1, 2)
-        normed = normed * self.norm_weight.to(y.dtype).unsqueeze(-1) + self.norm_bias.to(y.dtype).unsqueeze(-1)
-        return self._sum_branches(normed, u, grid)
+        normed = normed * _on_map(self.norm_weight.to(y.dtype)) + _on_map(self.norm_bias.to(y.dtype))
+        return self._sum_branches(normed, x, grid)
 
-    def _mix_spectral(self, u: Tensor, grid: Grid) -> Tensor:
-        length = u.shape[-1]
+    def _mix_spectral(self, x: Tensor, grid: Grid) -> Tensor:
+        if not torch.jit.is_scripting():
+            if runs_in_c(x):
+                return self._mix_spectral_in_c(x, grid)
+        length = grid_length(grid)
         n = fft_length(length)
-        spectrum = torch.fft.rfft(u, n=n)  # (B, C, F)
-        kernels = kernel_spectrum(resample_kernel(self.branch_kernels(u.dtype), self.reference, grid), n)  # (N, C, F)
-        mean, variance = spectral_moments(spectrum, kernels, n)
-        count = u.shape[0] * n
+        spectrum = torch.fft.rfft(flatten_map(x, grid[2]), n=n)  # (B, C, F)
+        power, total = _spectral_power(spectrum)
+        kernel, shift = self._normalise(power, total, grid)
+        y = spectrum_conv(spectrum, kernel_spectrum(kernel, n), length, self.directions) + shift.unsqueeze(-1)
+        return unflatten_map(y, grid)
+
+    @torch.jit.unused
+    def _mix_spectral_in_c(self, x: Tensor, grid: Grid) -> Tensor:
+        x, power, total = cpu.measure_power(x, grid[2])
+        kernel, shift = self._normalise(power, total, grid)
+        return map_conv(x, kernel, shift, grid[2])
+
+    def _normalise(self, power: Tensor, total: Tensor, grid: Grid) -> Tuple[Tensor, Tensor]:
+        """Kernel `(D, C, L)` and bias `(C,)` of the layer, normalised by this batch, whose statistics are noted.
+
+        Args:
+            power: Energy of each bin summed over the batch, `(C, n // 2 + 1)`.
+            total: Each image's sum over positions, `(B, C)`.
+            grid: Grid of the map.
+        """
+        n = fft_length(grid_length(grid))
+        if hasattr(self, "dilated") and grid == self.reference and self.length > 1:
+            taps = self.dilated.to(power.dtype).unflatten(-1, (self.num_branches, self.kernel_dim))
+            gain, energy = taps.sum(-1).sum(0).t(), _dilated_energy(taps, power, n)
+        else:
+            kernels = kernel_spectrum(resample_kernel(self.branch_kernels(power.dtype), self.reference, grid), n)
+            gain, energy = kernels[..., 0].real, _spectral_energy(kernels, power, n)
+        mean, variance = _moments(gain, energy, total / n)
+        count = total.shape[0] * n
         if self.sync:
             mean, variance, count = _all_process_moments(mean, variance, count)
         if not _recomputing():
             self._update_running(mean.detach(), variance.detach(), count)
         scale = self._scale(variance)
-        rest = self.read_kernel(u.new_zeros(self.directions, self.dim, self.length), grid)
-        total = (scale.unsqueeze(-1) * kernels).sum(0) + kernel_spectrum(rest, n)
-        start = length - 1 if self.directions == 2 else 0
-        y = torch.fft.irfft(spectrum * total, n=n)[..., start : start + length]
-        return y + self._shift(scale, mean).unsqueeze(-1)
+        return self.read_kernel(self._merged_kernel(scale), grid), self._shift(scale, mean)
 
     def _update_running(self, mean: Tensor, variance: Tensor, count: int) -> None:
         unbiased = variance * (float(count) / (count - 1))
@@ -348,17 +450,6 @@ def _recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _drop_gap(y: Tensor, grid: Grid) -> Tensor:
-    """`(..., H * (W + gap))` -> `(..., H * W)`."""
-    height, width, gap = grid
-    if gap == 0:
-        return y
-    return y.unflatten(-1, (height, width + gap))[..., :width].flatten(-2)
-
-
-def _add_gap(y: Tensor, grid: Grid) -> Tensor:
-    """`(..., H * W)` -> `(..., H * (W + gap))`, zeros in the gap."""
-    height, width, gap = grid
-    if gap == 0:
-        return y
-    return F.pad(y.unflatten(-1, (height, width)), (0, gap)).flatten(-2)
+def _on_map(value: Tensor) -> Tensor:
+    """`(..., C)` -> `(..., C, 1, 1)`."""
+    return value.unsqueeze(-1).unsqueeze(-1)

@@ -1,5 +1,6 @@
 """The token mixer: what replaces a ConvNeXt block's depthwise convolution, and its fused form."""
 
+from collections import OrderedDict
 from typing import Any, Dict, List, Tuple
 
 import torch
@@ -7,7 +8,19 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from .global_conv import Grid, global_conv, grid_length, local_kernel, resample_kernel
+from . import cpu
+from .global_conv import (
+    Grid,
+    fft_length,
+    flatten_map,
+    grid_length,
+    kernel_spectrum,
+    local_kernel,
+    map_conv,
+    resample_kernel,
+    spectrum_conv,
+    unflatten_map,
+)
 
 __all__ = ["FusedGlobalConv", "TokenMixer", "decode_grid"]
 
@@ -103,30 +116,24 @@ class TokenMixer(nn.Module):
         skip = F.pad(self.skip.to(kernel.dtype).unsqueeze(-1), (0, kernel.shape[-1] - 1))
         return torch.cat([(kernel[0] + skip).unsqueeze(0), kernel[1:]])
 
-    def mix(self, u: Tensor, grid: Grid) -> Tensor:
-        """Mix a sequence `(B, C, L)` of float32 or float64; the same shape and dtype back."""
-        return self.mix_merged(u, grid)
+    def mix(self, x: Tensor, grid: Grid) -> Tensor:
+        """Mix a map `(B, C, H, W)` of float32 or float64; the same shape and dtype back."""
+        return self.mix_merged(x, grid)
 
-    def mix_merged(self, u: Tensor, grid: Grid) -> Tensor:
+    def mix_merged(self, x: Tensor, grid: Grid) -> Tensor:
         """`mix` with the kernel and bias of `merge`."""
-        kernel, bias = self.merge(u.dtype)
-        return global_conv(u, self.read_kernel(kernel, grid)) + bias.unsqueeze(-1)
+        kernel, bias = self.merge(x.dtype)
+        return map_conv(x, self.read_kernel(kernel, grid), bias, grid[2])
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, dim, height, width = x.shape
+        height, width = x.shape[2], x.shape[3]
         if min(height, width) * self.stride < 32:
             raise ValueError(
                 f"Got a feature map of {height}x{width} at stride {self.stride}, from an input image smaller than "
                 "32x32 pixels. The network needs at least 32x32: resize or pad the image."
             )
         u = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-        if self.row_gap:
-            u = F.pad(u, (0, self.row_gap))
-        y = self.mix(u.flatten(2), (height, width, self.row_gap))
-        y = y.reshape(batch, dim, height, width + self.row_gap)
-        if self.row_gap:
-            y = y[..., :width]
-        return y.to(x.dtype)
+        return self.mix(u, (height, width, self.row_gap)).to(x.dtype)
 
     @torch.jit.ignore
     @torch.no_grad()
@@ -226,18 +233,87 @@ def _describe(grid: Grid, stride: int) -> str:
     return f"{height}x{width} with row gap {gap} (images of {height * stride}x{width * stride})"
 
 
+_KEPT_SPECTRA = 4  # map sizes
+
+
+def _same_values(kept: List[Any], mark: List[Any]) -> bool:
+    if isinstance(mark[0], int):
+        return kept == mark
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(kept, mark, strict=True))
+
+
 @register_notrace_module
 class FusedGlobalConv(TokenMixer):
     """The inference form of a token mixer: one fixed kernel on its reference grid, local taps, skip and bias.
 
     Made by `TokenMixer.fuse` only. It runs on any map, like the layer it came from.
+
+    On CPUs the kernel's spectrum is kept for the last few map sizes, outside of the module's state, with the means to
+    tell whether its parameters still have the values that it was made from: version counters miss `p.data.mul_()`, so
+    the values themselves are compared, by a hash where the CPU kernel was built and with copies elsewhere. (Other
+    devices would have to wait for such a comparison; they make the spectrum anew, for the whole batch.)
     """
 
     def __init__(self, dim: int, map_size: Tuple[int, int], device=None, dtype=None, **kwargs: Any) -> None:
         super().__init__(dim, map_size, device=device, dtype=dtype, **kwargs)
         length = grid_length(self.reference)
         self.kernel = nn.Parameter(torch.empty(self.directions, dim, length, device=device, dtype=dtype))
+        self._spectra: OrderedDict = OrderedDict()
         self.initialise()
+
+    def __getstate__(self) -> Dict[str, Any]:
+        return {**self.__dict__, "_spectra": OrderedDict()}
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "FusedGlobalConv":
+        self._spectra.clear()  # frees memory; the comparison would notice
+        return super()._apply(*args, **kwargs)
+
+    def mix(self, x: Tensor, grid: Grid) -> Tensor:
+        if not torch.jit.is_scripting():
+            if self._keeps_spectrum(x):
+                return self._mix_kept(x, grid)
+        return self.mix_merged(x, grid)
+
+    @torch.jit.unused
+    def _keeps_spectrum(self, x: Tensor) -> bool:
+        """Whether this is plain inference on a CPU: no derivatives, no tracing of any kind."""
+        if x.device.type != "cpu" or self.kernel.device.type != "cpu" or type(x) is not Tensor:
+            return False
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+            return False
+        return not torch.is_grad_enabled() or not (x.requires_grad or any(p.requires_grad for p in self.parameters()))
+
+    @torch.jit.unused
+    def _mix_kept(self, x: Tensor, grid: Grid) -> Tensor:
+        in_c = x.dtype == torch.float32 and cpu.available()
+        values = [p.detach() for p in (self.kernel, self.skip, self.local) if p is not None]
+        key = (grid, x.dtype, in_c)
+        kept = self._spectra.get(key)
+        mark = [cpu.content_hash(value) for value in values] if in_c else values
+        with torch.no_grad():
+            if kept is None or not _same_values(kept[0], mark):
+                kept = self._keep_spectrum(key, mark)
+            bias = self.bias.to(x.dtype)
+            if in_c:
+                return cpu.apply_spectrum(x, kept[1], bias, grid[2])
+            spectrum = torch.fft.rfft(flatten_map(x, grid[2]), n=fft_length(grid_length(grid)))
+            y = spectrum_conv(spectrum, kept[1], grid_length(grid), self.directions) + bias.unsqueeze(-1)
+            return unflatten_map(y, grid)
+
+    @torch.jit.unused
+    def _keep_spectrum(self, key: Tuple[Grid, torch.dtype, bool], mark: List[Any]) -> Tuple[List[Any], Tensor]:
+        grid, dtype, in_c = key
+        kernel = self.read_kernel(self.merge(dtype)[0], grid)
+        if in_c:
+            spectrum = cpu.make_spectrum(kernel, *grid)
+        else:
+            mark = [value.clone() for value in mark]
+            spectrum = kernel_spectrum(kernel, fft_length(grid_length(grid)))
+        self._spectra[key] = mark, spectrum
+        self._spectra.move_to_end(key)
+        while len(self._spectra) > _KEPT_SPECTRA:
+            self._spectra.popitem(last=False)
+        return mark, spectrum
 
     @torch.jit.ignore
     @torch.no_grad()

@@ -1,0 +1,58 @@
+/* What the files of the CPU kernel share: a plan for one map, a task, and the table of functions of one instruction set. */
+#ifndef GCONV_FFT_CONV_H
+#define GCONV_FFT_CONV_H
+
+#include <stddef.h>
+
+#define MAX_PASSES 32
+
+/* One pass of the transform: blocks of `radix * stride` elements are split into `radix` blocks of `stride`. */
+typedef struct {
+    int radix, stride;
+    const float *twiddle; /* (stride, radix - 1) complex: exp(-2 pi i k q / (radix * stride)) */
+} pass;
+
+/* A circular convolution of length 2M as two of length M: its even bins are the transform of length M of the sequence, its odd bins that
+ * of the sequence times `twist`. Both halves lie one behind the other in 2M elements, each in the order that its transform leaves. */
+typedef struct {
+    int length;          /* L, elements of the sequence */
+    int half;            /* M >= L, a product of 2, 3, 5 and 7 */
+    int rows;            /* elements of it in memory: L less the gaps */
+    int passes;
+    pass pass[MAX_PASSES];
+    float *twiddle;
+    float *twist;        /* (M) complex: exp(-pi i t / M) */
+    int *row;            /* (M) row in memory of element t; -1 for a gap or t >= L */
+    int *pair;           /* (M + 1, 2) positions of a bin and of its conjugate bin; a bin may be its own */
+    int *bin;            /* (M + 1) number of the first of them, 0 .. M; negative where the second has that number */
+    int start[2][10];    /* entries of `pair` whose first lies in the q-th part of a half: start[half][q] .. start[half][q + 1] */
+} plan;
+
+typedef struct {
+    const plan *plan;
+    int batch, channels, blocks; /* blocks of `lanes` channels, the last one padded */
+    int directions, splits, conjugate;
+    const float *x, *g;          /* (batch, rows, channels) */
+    const float *kernel;         /* (directions, channels, length) */
+    const float *spectrum;       /* (blocks, M + 1, 2, lanes): bins of the kernel divided by 2M */
+    const float *natural;        /* (channels, M + 1, parts) bins in order, real or complex */
+    int parts;
+    const float *bias;           /* (channels), or (batch, channels) */
+    size_t bias_stride;          /* 0, or channels */
+    const float *addend;         /* (batch, rows, channels) or NULL */
+    float *out, *out_spectrum, *out_kernel, *out_power, *out_sum;
+    float *partial;              /* (blocks, splits, M + 2, 2, lanes) sums over a part of the batch */
+    size_t size;                 /* bytes at x to hash */
+    unsigned long long *hashes;
+} task;
+
+typedef void item_function(const task *, int item, float *scratch);
+
+typedef struct {
+    int lanes;
+    item_function *convolve, *differentiate, *collect, *analyse_kernel, *pack, *measure, *collect_power;
+} instruction_set;
+
+extern const instruction_set gconv_baseline, gconv_avx2, gconv_avx512;
+
+#endif
