@@ -2,7 +2,7 @@
 
 The operators take feature maps with channels last, `(B, H, W, C)`, float32, `gap` zero columns behind each row implied,
 and a kernel `(D, C, L)`, `L = H * (W + gap)`. The extension is optional: where it was not built (no C compiler when the
-package was installed), `available` is False and the PyTorch path serves.
+package was installed), a warning says so at import, `available` is False and the PyTorch path serves.
 """
 
 import ctypes
@@ -41,8 +41,7 @@ def _find_team() -> Optional[ctypes.c_void_p]:
     return None
 
 
-@functools.lru_cache(maxsize=None)
-def _library() -> Optional[ctypes.CDLL]:
+def _load_library() -> Optional[ctypes.CDLL]:
     spec = importlib.util.find_spec("gconvnext.layers._fft_conv")
     if spec is None or spec.origin is None:
         warnings.warn(
@@ -58,20 +57,22 @@ def _library() -> Optional[ctypes.CDLL]:
     library.gconv_free_plan.argtypes = [c_void_p]
     for name, types in _SIGNATURES.items():
         getattr(library, name).argtypes = [*types, c_int, c_void_p]
-    library.team = _find_team()
-    library.lanes = library.gconv_lanes()
     return library
 
 
+_LIBRARY = _load_library()
+_TEAM = _find_team()
+_LANES = 0 if _LIBRARY is None else _LIBRARY.gconv_lanes()  # channels that share a vector: a spectrum's layout
+
+
 def available() -> bool:
-    """Whether the CPU kernel was built; if it was not, a warning says so the first time."""
-    return _library() is not None
+    """Whether the CPU kernel was built."""
+    return _LANES > 0
 
 
 def _call(name: str, *arguments: object) -> None:
-    library = _library()
     pointers = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
-    if getattr(library, name)(*pointers, torch.get_num_threads(), library.team):
+    if getattr(_LIBRARY, name)(*pointers, torch.get_num_threads(), _TEAM):
         raise MemoryError(f"{name}: out of memory.")
 
 
@@ -79,8 +80,8 @@ class _Plan:
     """The tables of one map: `_as_parameter_` is what ctypes passes on."""
 
     def __init__(self, height: int, width: int, gap: int, half: int) -> None:
-        self._free = _library().gconv_free_plan
-        self._as_parameter_ = c_void_p(_library().gconv_make_plan(height, width, gap, half))
+        self._free = _LIBRARY.gconv_free_plan
+        self._as_parameter_ = c_void_p(_LIBRARY.gconv_make_plan(height, width, gap, half))
         if not self._as_parameter_:
             raise MemoryError(f"No memory for the tables of a map of {height}x{width}.")
 
@@ -116,8 +117,7 @@ def make_spectrum(kernel: Tensor, height: int, width: int, gap: int) -> Tensor:
     kernel = kernel.detach().contiguous()
     plan, bins = _plan(height, width, gap)
     directions, channels, _ = kernel.shape
-    lanes = _library().lanes
-    spectrum = kernel.new_empty(-(-channels // lanes), bins, 2, lanes)
+    spectrum = kernel.new_empty(-(-channels // _LANES), bins, 2, _LANES)
     _call("gconv_spectrum", plan, kernel, directions, channels, spectrum)
     return spectrum
 
@@ -164,8 +164,7 @@ def _pack_bins(bins: Tensor, height: int, width: int, gap: int) -> Tensor:
     """A spectrum given by its bins in order, `(C, M + 1)` real, in the layout of `apply_spectrum`."""
     bins = bins.detach().contiguous()
     plan, count = _plan(height, width, gap)
-    lanes = _library().lanes
-    spectrum = bins.new_empty(-(-bins.shape[0] // lanes), count, 2, lanes)
+    spectrum = bins.new_empty(-(-bins.shape[0] // _LANES), count, 2, _LANES)
     _call("gconv_pack", plan, bins, 1, bins.shape[0], spectrum)
     return spectrum
 
@@ -208,8 +207,7 @@ def _(x: Tensor, spectrum: Tensor, bias: Tensor, addend: Optional[Tensor], gap: 
 
 @torch.library.register_fake("gconvnext::pack_bins", lib=_operators)
 def _(bins: Tensor, height: int, width: int, gap: int) -> Tensor:
-    lanes = _library().lanes
-    return bins.new_empty(-(-bins.shape[0] // lanes), _bins(height, width, gap), 2, lanes)
+    return bins.new_empty(-(-bins.shape[0] // _LANES), _bins(height, width, gap), 2, _LANES)
 
 
 @torch.library.register_fake("gconvnext::power", lib=_operators)
