@@ -53,6 +53,7 @@ def _load_library() -> Optional[ctypes.CDLL]:
     library = ctypes.CDLL(spec.origin)
     library.gconv_make_plan.restype = c_void_p
     library.gconv_make_plan.argtypes = [c_int] * 4
+    library.gconv_bins.argtypes = [c_void_p]
     library.gconv_free_plan.restype = None
     library.gconv_free_plan.argtypes = [c_void_p]
     for name, types in _SIGNATURES.items():
@@ -84,24 +85,26 @@ class _Plan:
         self._as_parameter_ = c_void_p(_LIBRARY.gconv_make_plan(height, width, gap, half))
         if not self._as_parameter_:
             raise MemoryError(f"No memory for the tables of a map of {height}x{width}.")
+        self.bins = _LIBRARY.gconv_bins(self)  # that a spectrum in the kernel's layout holds
 
     def __del__(self) -> None:
         self._free(self._as_parameter_)
 
 
 @functools.lru_cache(maxsize=32)
-def _plan(height: int, width: int, gap: int) -> Tuple[_Plan, int]:
-    """The plan of a map, and the number of its bins, M + 1."""
-    from .global_conv import fft_length
-
-    half = fft_length(height * (width + gap)) // 2
-    return _Plan(height, width, gap, half), half + 1
+def _plan(height: int, width: int, gap: int) -> _Plan:
+    return _Plan(height, width, gap, _bins(height, width, gap) - 1)
 
 
 def _bins(height: int, width: int, gap: int) -> int:
+    """Bins of a map's one-sided spectrum, M + 1."""
     from .global_conv import fft_length
 
     return fft_length(height * (width + gap)) // 2 + 1
+
+
+def _empty_spectrum(like: Tensor, channels: int, plan: _Plan) -> Tensor:
+    return like.new_empty(-(-channels // _LANES), plan.bins, 2, _LANES)
 
 
 def content_hash(tensor: Tensor) -> int:
@@ -113,11 +116,11 @@ def content_hash(tensor: Tensor) -> int:
 
 
 def make_spectrum(kernel: Tensor, height: int, width: int, gap: int) -> Tensor:
-    """The spectrum of a kernel `(D, C, L)` in the layout of `apply_spectrum`, `(blocks, M + 1, 2, lanes)`."""
+    """The spectrum of a kernel `(D, C, L)` in the layout of `apply_spectrum`, `(blocks, bins, 2, lanes)`."""
     kernel = kernel.detach().contiguous()
-    plan, bins = _plan(height, width, gap)
+    plan = _plan(height, width, gap)
     directions, channels, _ = kernel.shape
-    spectrum = kernel.new_empty(-(-channels // _LANES), bins, 2, _LANES)
+    spectrum = _empty_spectrum(kernel, channels, plan)
     _call("gconv_spectrum", plan, kernel, directions, channels, spectrum)
     return spectrum
 
@@ -136,7 +139,7 @@ def _conv_spectrum(x: Tensor, spectrum: Tensor, bias: Tensor, addend: Optional[T
     x, bias = x.contiguous(), bias.contiguous()
     addend = None if addend is None else addend.contiguous()
     batch, height, width, channels = x.shape
-    plan, _ = _plan(height, width, gap)
+    plan = _plan(height, width, gap)
     y = torch.empty_like(x)
     if y.numel():
         _call("gconv_convolve", plan, x, spectrum, bias, bias.dim() == 2, addend, y, batch, channels)
@@ -150,7 +153,7 @@ def _conv(x: Tensor, kernel: Tensor, bias: Tensor, gap: int) -> Tensor:
 def _conv_backward(g: Tensor, x: Tensor, kernel: Tensor, gap: int, needed: List[bool]) -> Tuple[Tensor, Tensor, Tensor]:
     g, x = g.contiguous(), x.contiguous()
     batch, height, width, channels = x.shape
-    plan, _ = _plan(height, width, gap)
+    plan = _plan(height, width, gap)
     spectrum = make_spectrum(kernel, height, width, gap)
     shapes = (x.shape, kernel.shape, (channels,))
     grads = [x.new_zeros(shape if need else 0) for need, shape in zip(needed, shapes, strict=True)]
@@ -163,8 +166,8 @@ def _conv_backward(g: Tensor, x: Tensor, kernel: Tensor, gap: int, needed: List[
 def _pack_bins(bins: Tensor, height: int, width: int, gap: int) -> Tensor:
     """A spectrum given by its bins in order, `(C, M + 1)` real, in the layout of `apply_spectrum`."""
     bins = bins.detach().contiguous()
-    plan, count = _plan(height, width, gap)
-    spectrum = bins.new_empty(-(-bins.shape[0] // _LANES), count, 2, _LANES)
+    plan = _plan(height, width, gap)
+    spectrum = _empty_spectrum(bins, bins.shape[0], plan)
     _call("gconv_pack", plan, bins, 1, bins.shape[0], spectrum)
     return spectrum
 
@@ -172,8 +175,8 @@ def _pack_bins(bins: Tensor, height: int, width: int, gap: int) -> Tensor:
 def _power(x: Tensor, gap: int) -> Tuple[Tensor, Tensor]:
     x = x.contiguous()
     batch, height, width, channels = x.shape
-    plan, bins = _plan(height, width, gap)
-    energy, total = x.new_zeros(channels, bins), x.new_zeros(batch, channels)
+    plan = _plan(height, width, gap)
+    energy, total = x.new_zeros(channels, _bins(height, width, gap)), x.new_zeros(batch, channels)
     if x.numel():
         _call("gconv_power", plan, x, energy, total, batch, channels)
     return energy, total
@@ -207,7 +210,7 @@ def _(x: Tensor, spectrum: Tensor, bias: Tensor, addend: Optional[Tensor], gap: 
 
 @torch.library.register_fake("gconvnext::pack_bins", lib=_operators)
 def _(bins: Tensor, height: int, width: int, gap: int) -> Tensor:
-    return bins.new_empty(-(-bins.shape[0] // _LANES), _bins(height, width, gap), 2, _LANES)
+    return _empty_spectrum(bins, bins.shape[0], _plan(int(height), int(width), gap))
 
 
 @torch.library.register_fake("gconvnext::power", lib=_operators)

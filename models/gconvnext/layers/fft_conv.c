@@ -40,6 +40,7 @@ EXPORT void gconv_free_plan(plan *p) {
     free(p->twiddle);
     free(p->twist);
     free(p->row);
+    free(p->block);
     free(p->pair);
     free(p->bin);
     free(p);
@@ -58,6 +59,7 @@ static void factorise(plan *p) {
         for (; rest % odd[i] == 0; rest /= odd[i]) ADD(odd[i]);
     if (!p->passes) ADD(1);
 #undef ADD
+    p->last = p->passes > 1 ? p->pass[p->passes - 1].radix : 1;
 }
 
 static void fill_twiddles(plan *p) {
@@ -78,28 +80,36 @@ static void fill_twiddles(plan *p) {
     }
 }
 
-/* Positions of bins and their conjugates. Position q0 M/r0 + q1 M/(r0 r1) + .. holds frequency q0 + r0 q1 + .. of its half. */
-static void pair_bins(plan *p, int *position, int *frequency) {
-    for (int at = 0; at < p->half; at++) {
-        int rest = at, weight = 1, f = 0;
-        for (int i = 0; i < p->passes; i++) {
-            f += rest / p->pass[i].stride * weight;
-            rest %= p->pass[i].stride;
-            weight *= p->pass[i].radix;
-        }
-        frequency[at] = f, position[f] = at;
-    }
-    int s = 0, stride = p->pass[0].stride;
+/* Blocks with conjugate bins. Position q0 M/r0 + q1 M/(r0 r1) + .. holds frequency q0 + r0 q1 + .. of its half; so block b, of frequencies
+ * f, f + M/r, .., has a mate with -f, .. in reverse order, and only f = 0 is its own with bin 0 in front. */
+static void pair_bins(plan *p, int *position) {
+    int r = p->last, count = p->half / r, stride = p->pass[0].stride, blocks = 0;
     for (int odd = 0; odd < 2; odd++) {
-        for (int at = 0; at < p->half; at++) {
-            if (at % stride == 0) p->start[odd][at / stride] = s;
-            int f = frequency[at], bin = 2 * f + odd;
-            int other = position[odd ? p->half - 1 - f : (p->half - f) % p->half];
-            if (at > other) continue;
-            p->pair[2 * s] = at, p->pair[2 * s + 1] = other;
-            p->bin[s++] = bin <= p->half ? bin : bin - 2 * p->half;
+        for (int pass = 0; pass < 2; pass++) { /* once to know where each frequency is, once to pair */
+            for (int b = 0; b < count; b++) {
+                int rest = b * r, weight = 1, f = 0;
+                for (int i = 0; weight < count; weight *= p->pass[i++].radix) {
+                    f += rest / p->pass[i].stride * weight;
+                    rest %= p->pass[i].stride;
+                }
+                if (pass == 0) {
+                    position[f] = b;
+                    continue;
+                }
+                if (b * r % stride == 0) p->start[odd][b * r / stride] = blocks;
+                int other = position[odd ? count - 1 - f : (count - f) % count];
+                if (b > other) continue;
+                p->block[2 * blocks] = b * r, p->block[2 * blocks + 1] = other * r;
+                for (int q = 0; q < r; q++) {
+                    int s = blocks * r + q, bin = 2 * (f + q * count) + odd;
+                    p->pair[2 * s] = b * r + q;
+                    p->pair[2 * s + 1] = other * r + (odd || f ? r - 1 - q : (r - q) % r);
+                    p->bin[s] = bin <= p->half ? bin : bin - 2 * p->half;
+                }
+                blocks++;
+            }
         }
-        p->start[odd][p->pass[0].radix] = s;
+        p->start[odd][p->pass[0].radix] = blocks;
     }
 }
 
@@ -110,21 +120,24 @@ EXPORT plan *gconv_make_plan(int height, int width, int gap, int half) {
     if (!p) return NULL;
     p->length = height * (width + gap), p->half = half, p->rows = height * width;
     factorise(p);
+    int count = p->half / p->last; /* of a half's blocks */
+    p->blocks = count / 2 + 1 + (count + 1) / 2, p->bins = p->blocks * p->last;
     size_t twiddles = 0;
     for (int i = 0; i < p->passes; i++) twiddles += 2 * (size_t)p->pass[i].stride * (p->pass[i].radix - 1);
     p->twiddle = malloc(sizeof(float) * (twiddles + 1));
     p->twist = malloc(sizeof(float) * 2 * half);
     p->row = malloc(sizeof(int) * half);
-    p->pair = malloc(sizeof(int) * 2 * ((size_t)half + 1));
-    p->bin = malloc(sizeof(int) * ((size_t)half + 1));
-    int *order = malloc(sizeof(int) * 2 * (size_t)half);
-    if (!p->twiddle || !p->twist || !p->row || !p->pair || !p->bin || !order) {
+    p->block = malloc(sizeof(int) * 2 * p->blocks);
+    p->pair = malloc(sizeof(int) * 2 * p->bins);
+    p->bin = malloc(sizeof(int) * p->bins);
+    int *order = malloc(sizeof(int) * count);
+    if (!p->twiddle || !p->twist || !p->row || !p->block || !p->pair || !p->bin || !order) {
         free(order);
         gconv_free_plan(p);
         return NULL;
     }
     fill_twiddles(p);
-    pair_bins(p, order, order + half);
+    pair_bins(p, order);
     for (int t = 0; t < half; t++) {
         int y = t / (width + gap), x = t % (width + gap);
         p->row[t] = t < p->length && x < width ? y * width + x : -1;
@@ -133,8 +146,8 @@ EXPORT plan *gconv_make_plan(int height, int width, int gap, int half) {
     return p;
 }
 
-/* Numbers of the bins of a spectrum, `(M + 1)`. */
-EXPORT const int *gconv_bins(const plan *p) { return p->bin; }
+/* Bins that a spectrum holds, some of them twice. */
+EXPORT int gconv_bins(const plan *p) { return p->bins; }
 
 /* Starts a team: calls `function(data)` on each of `threads` threads and waits for all. Null: there is only this one. */
 typedef void team(void (*function)(void *), void *data, unsigned threads, unsigned flags);
@@ -227,7 +240,7 @@ EXPORT int gconv_hash(const void *bytes, size_t size, unsigned long long *result
     return failed;
 }
 
-/* Spectrum `(blocks, M + 1, 2, lanes)` of a kernel `(directions, channels, L)`. */
+/* Spectrum `(blocks, bins, 2, lanes)` of a kernel `(directions, channels, L)`. */
 EXPORT int gconv_spectrum(const plan *p, const float *kernel, int directions, int channels, float *spectrum, int threads, team *start) {
     const instruction_set *use = choose();
     task t = make_task(p, 0, channels, use->lanes);
@@ -261,7 +274,7 @@ EXPORT int gconv_differentiate(const plan *p, const float *g, const float *x, co
     t.g = g, t.x = x, t.spectrum = spectrum, t.out = dx, t.directions = directions, t.out_kernel = dkernel, t.out_sum = dbias;
     int half = p->half, pairs = (batch + 1) / 2, sums = dkernel || dbias;
     t.splits = split(t.blocks, pairs, threads);
-    if (sums && !(t.partial = allocate(sizeof(float) * 2 * use->lanes * ((size_t)half + 2) * t.blocks * t.splits))) return 1;
+    if (sums && !(t.partial = allocate(sizeof(float) * 2 * use->lanes * ((size_t)p->bins + 1) * t.blocks * t.splits))) return 1;
     int failed = run(&t, use->differentiate, t.blocks * t.splits, 4 * (size_t)half, use->lanes, threads, start);
     if (!failed && sums) failed = run(&t, use->collect, (t.blocks + 1) / 2, 2 * (size_t)half, use->lanes, threads, start);
     free(t.partial);
@@ -274,7 +287,7 @@ EXPORT int gconv_power(const plan *p, const float *x, float *power, float *sum, 
     task t = make_task(p, batch, channels, use->lanes);
     t.x = x, t.out_power = power, t.out_sum = sum;
     t.splits = split(t.blocks, (batch + 1) / 2, threads);
-    if (!(t.partial = allocate(sizeof(float) * use->lanes * ((size_t)p->half + 1) * t.blocks * t.splits))) return 1;
+    if (!(t.partial = allocate(sizeof(float) * use->lanes * (size_t)p->bins * t.blocks * t.splits))) return 1;
     int failed = run(&t, use->measure, t.blocks * t.splits, 2 * (size_t)p->half, use->lanes, threads, start);
     if (!failed) failed = run(&t, use->collect_power, t.blocks, 0, use->lanes, threads, start);
     free(t.partial);

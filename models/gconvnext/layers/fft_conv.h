@@ -23,9 +23,12 @@ typedef struct {
     float *twiddle;
     float *twist;        /* (M) complex: exp(-pi i t / M) */
     int *row;            /* (M) row in memory of element t; -1 for a gap or t >= L */
-    int *pair;           /* (M + 1, 2) positions of a bin and of its conjugate bin; a bin may be its own */
-    int *bin;            /* (M + 1) number of the first of them, 0 .. M; negative where the second has that number */
-    int start[2][10];    /* entries of `pair` whose first lies in the q-th part of a half: start[half][q] .. start[half][q + 1] */
+    int last;            /* radix of the last pass, which works on blocks of so many neighbours; 1 if it is also the first */
+    int blocks, bins;    /* blocks below and `blocks * last` bins in them */
+    int *block;          /* (blocks, 2) position of a block and of the one with the conjugate bins, the same for some; each pair once */
+    int *pair;           /* (bins, 2) positions of a bin of the first block and of its conjugate */
+    int *bin;            /* (bins) number of that bin, 0 .. M; negative where the conjugate has that number */
+    int start[2][10];    /* blocks in the q-th part of a half, as the first pass divides it: start[half][q] .. start[half][q + 1] */
 } plan;
 
 typedef struct {
@@ -34,14 +37,14 @@ typedef struct {
     int directions, splits, conjugate;
     const float *x, *g;          /* (batch, rows, channels) */
     const float *kernel;         /* (directions, channels, length) */
-    const float *spectrum;       /* (blocks, M + 1, 2, lanes): bins of the kernel divided by 2M */
+    const float *spectrum;       /* (blocks, bins, 2, lanes): bins of the kernel divided by 2M */
     const float *natural;        /* (channels, M + 1, parts) bins in order, real or complex */
     int parts;
     const float *bias;           /* (channels), or (batch, channels) */
     size_t bias_stride;          /* 0, or channels */
     const float *addend;         /* (batch, rows, channels) or NULL */
     float *out, *out_spectrum, *out_kernel, *out_power, *out_sum;
-    float *partial;              /* (blocks, splits, M + 2, 2, lanes) sums over a part of the batch */
+    float *partial;              /* (blocks, splits, bins + 1, 2, lanes) sums over a part of the batch */
     size_t size;                 /* bytes at x to hash */
     unsigned long long *hashes;
 } task;

@@ -146,33 +146,32 @@ static void inverse_pass(element *x, int blocks, const pass *p) {
 
 enum { IN_CACHE = 16384 / sizeof(element) }; /* elements of half a first-level cache */
 
-/* The passes from `first` on, over one block: part by part until a part fits the first-level cache, then pass by pass. */
-static void forward(const plan *p, int first, element *x) {
-    if (first >= p->passes) return;
+/* The passes first .. end - 1 over one block: part by part until a part fits the first-level cache, then pass by pass. */
+static void forward(const plan *p, int first, int end, element *x) {
+    if (first >= end) return;
     const pass *step = p->pass + first;
-    int blocks = 1;
     if (step->radix * step->stride > IN_CACHE) {
         forward_pass(x, 1, step);
-        for (int q = 0; q < step->radix; q++) forward(p, first + 1, x + (size_t)q * step->stride);
+        for (int q = 0; q < step->radix; q++) forward(p, first + 1, end, x + (size_t)q * step->stride);
         return;
     }
-    for (; first < p->passes; blocks *= step->radix, first++) {
+    for (int blocks = 1; first < end; blocks *= step->radix, first++) {
         step = p->pass + first;
         forward_pass(x, blocks, step);
     }
 }
 
-static void inverse(const plan *p, int first, element *x) {
-    if (first >= p->passes) return;
+static void inverse(const plan *p, int first, int end, element *x) {
+    if (first >= end) return;
     const pass *step = p->pass + first;
-    if (step->radix * step->stride > IN_CACHE) {
-        for (int q = 0; q < step->radix; q++) inverse(p, first + 1, x + (size_t)q * step->stride);
+    int size = step->radix * step->stride;
+    if (size > IN_CACHE) {
+        for (int q = 0; q < step->radix; q++) inverse(p, first + 1, end, x + (size_t)q * step->stride);
         inverse_pass(x, 1, step);
         return;
     }
-    int size = step->radix * step->stride;
-    for (int last = p->passes - 1; last >= first; last--) {
-        step = p->pass + last;
+    while (--end >= first) {
+        step = p->pass + end;
         inverse_pass(x, size / (step->radix * step->stride), step);
     }
 }
@@ -308,46 +307,70 @@ INLINE int mate(const plan *p, int half, int q) {
     return half ? r - 1 - q : (r - q) % r;
 }
 
-/* Transform what the first pass left, or transform it back to there. */
-static void forward_parts(const plan *p, int half, int q, element *x) {
+/* Transform what the first pass left, or transform it back to there; passes up to `end`. */
+static void forward_parts(const plan *p, int half, int q, int end, element *x) {
     size_t stride = p->pass[0].stride;
     x += (size_t)half * p->half;
-    forward(p, 1, x + q * stride);
-    if (mate(p, half, q) != q) forward(p, 1, x + mate(p, half, q) * stride);
+    forward(p, 1, end, x + q * stride);
+    if (mate(p, half, q) != q) forward(p, 1, end, x + mate(p, half, q) * stride);
 }
 
-static void inverse_parts(const plan *p, int half, int q, element *x) {
+static void inverse_parts(const plan *p, int half, int q, int end, element *x) {
     size_t stride = p->pass[0].stride;
     x += (size_t)half * p->half;
-    inverse(p, 1, x + q * stride);
-    if (mate(p, half, q) != q) inverse(p, 1, x + mate(p, half, q) * stride);
+    inverse(p, 1, end, x + q * stride);
+    if (mate(p, half, q) != q) inverse(p, 1, end, x + mate(p, half, q) * stride);
 }
 
-/* The parts of both halves with those that hold their conjugate bins; `s` runs over their entries. */
+/* The parts of both halves with those that hold their conjugate bins; `s` runs over their bins. */
 #define FOR_PARTS(p, half, q) \
     for (int half = 0; half < 2; half++) \
         for (int q = 0; q < (p)->pass[0].radix; q++) \
             if (q <= mate(p, half, q))
-#define FOR_ENTRIES(p, half, q, s) for (int s = (p)->start[half][q]; s < (p)->start[half][(q) + 1]; s++)
+#define FOR_BINS(p, half, q, s) for (int s = (p)->start[half][q] * (p)->last; s < (p)->start[half][(q) + 1] * (p)->last; s++)
 
 INLINE element *at(const plan *p, element *x, int half, int s, int which) {
     return x + (size_t)half * p->half + p->pair[2 * s + which];
 }
 
-/* Two images times the spectrum k of their channels. */
-static void multiply_images(const plan *p, int half, int q, element *x, const element *k, float sign) {
-    FOR_ENTRIES(p, half, q, s) {
-        element *z = at(p, x, half, s, 0), *y = at(p, x, half, s, 1);
-        element c = {k[s].re, k[s].im * sign}, other = product(*y, conjugate(c));
-        *z = product(*z, c);
-        if (y != z) *y = other;
+/* One block of two images times the spectrum k of their channels, between the last pass (if `transformed`, done already) and its inverse. */
+INLINE void multiply_block(element *x, const element *k, float sign, int reversed, int transformed, int r) {
+    element a[8];
+    EACH(r, a[j] = x[j];);
+    if (!transformed) dft(a, r, 0);
+    EACH(r, {
+        element c = k[reversed ? r - 1 - j : j];
+        c.im *= sign;
+        a[j] = product(a[j], c);
+    });
+    dft(a, r, 1);
+    EACH(r, x[j] = a[j];);
+}
+
+INLINE void multiply_blocks(const plan *p, int half, int q, element *x, const element *k, float sign, int transformed, int r) {
+    x += (size_t)half * p->half;
+    for (int b = p->start[half][q]; b < p->start[half][q + 1]; b++) {
+        int first = p->block[2 * b], second = p->block[2 * b + 1];
+        multiply_block(x + first, k + (size_t)b * r, sign, 0, transformed, r);
+        if (second != first) multiply_block(x + second, k + (size_t)b * r, -sign, 1, transformed, r);
     }
+}
+
+/* Two images, whose last pass is still to be done, times the spectrum k of their channels, and that pass undone. */
+static void multiply_images(const plan *p, int half, int q, element *x, const element *k, float sign) {
+    WITH_RADIX(p->last, multiply_blocks, p, half, q, x, k, sign, 0)
+}
+
+/* The same where the last pass is done. */
+static void multiply_bins(const plan *p, int half, int q, element *x, const element *k, float sign) {
+    WITH_RADIX(p->last, multiply_blocks, p, half, q, x, k, sign, 1)
 }
 
 /* Two blocks of channels of one image, each times its own spectrum: U1 = (z + conj y) / 2, U2 = (z - conj y) / 2i. */
 static void multiply_channels(const plan *p, int half, int q, element *x, const element *k1, const element *k2, float sign) {
-    FOR_ENTRIES(p, half, q, s) {
+    FOR_BINS(p, half, q, s) {
         element *z = at(p, x, half, s, 0), *y = at(p, x, half, s, 1);
+        if (z > y) continue; /* of a block that is its own mate: done */
         element sum = {0.5f * (k1[s].re + k2[s].re), 0.5f * sign * (k1[s].im + k2[s].im)};
         element difference = {0.5f * (k1[s].re - k2[s].re), 0.5f * sign * (k1[s].im - k2[s].im)};
         element a = *z, b = *y;
@@ -379,7 +402,7 @@ INLINE target target_of(const task *t, int image, int block) {
 }
 
 INLINE const element *spectrum_of(const task *t, int block) {
-    return (const element *)t->spectrum + (size_t)block * (t->plan->half + 1);
+    return (const element *)t->spectrum + (size_t)block * t->plan->bins;
 }
 
 /* Convolve block a of image i and block b of image k, where i = k or a = b; image k may lie outside the batch. */
@@ -388,10 +411,11 @@ static void convolve_pair(const task *t, int i, int a, int k, int b, element *x)
     float sign = t->conjugate ? -1 : 1;
     load_pass(p, source_of(t, t->x, i, a), source_of(t, t->x, k, b), t->channels, x);
     FOR_PARTS(p, half, q) {
-        forward_parts(p, half, q, x);
+        int end = a == b ? p->passes - 1 : p->passes;
+        forward_parts(p, half, q, end, x);
         if (a == b) multiply_images(p, half, q, x, spectrum_of(t, a), sign);
         else multiply_channels(p, half, q, x, spectrum_of(t, a), spectrum_of(t, b), sign);
-        inverse_parts(p, half, q, x);
+        inverse_parts(p, half, q, end, x);
     }
     int finite = store_pass(p, x, target_of(t, i, a), target_of(t, k, b), t->channels);
     if (!finite && k < t->batch) { /* not to infect one another: each once more, alone */
@@ -420,18 +444,18 @@ static int differentiate_pair(const task *t, int i, int k, int block, element *x
     if (sum) load_pass(p, source_of(t, t->x, i, block), source_of(t, t->x, k, block), t->channels, x);
     load_pass(p, source_of(t, t->g, i, block), source_of(t, t->g, k, block), t->channels, g);
     FOR_PARTS(p, half, q) {
-        forward_parts(p, half, q, g);
+        forward_parts(p, half, q, p->passes, g);
         if (sum) {
-            forward_parts(p, half, q, x);
-            FOR_ENTRIES(p, half, q, s) {
+            forward_parts(p, half, q, p->passes, x);
+            FOR_BINS(p, half, q, s) {
                 element u = *at(p, x, half, s, 0), v = *at(p, x, half, s, 1), a = *at(p, g, half, s, 0), b = *at(p, g, half, s, 1);
                 sum[s] = plus(sum[s], plus(product(conjugate(u), a), product(v, conjugate(b)))); /* twice the sum */
             }
         }
-        if (half == 0 && q == 0 && sum) sum[p->half + 1].re += g[0].re + g[0].im;
+        if (half == 0 && q == 0 && sum) sum[p->bins].re += g[0].re + g[0].im;
         if (!t->out) continue;
-        multiply_images(p, half, q, g, kernel, -1);
-        inverse_parts(p, half, q, g);
+        multiply_bins(p, half, q, g, kernel, -1);
+        inverse_parts(p, half, q, p->passes - 1, g);
     }
     return !t->out || store_pass(p, g, target_of(t, i, block), target_of(t, k, block), t->channels);
 }
@@ -442,8 +466,8 @@ static void differentiate(const task *t, int item, float *scratch) {
     int block = item / t->splits, split = item % t->splits, pairs = (t->batch + 1) / 2;
     int first = (int)((long long)pairs * split / t->splits), last = (int)((long long)pairs * (split + 1) / t->splits);
     element *x = (element *)scratch, *g = x + 2 * (size_t)p->half;
-    element *sum = t->partial ? (element *)t->partial + (size_t)item * (p->half + 2) : NULL;
-    if (sum) memset(sum, 0, sizeof(element) * (p->half + 2));
+    element *sum = t->partial ? (element *)t->partial + (size_t)item * (p->bins + 1) : NULL;
+    if (sum) memset(sum, 0, sizeof(element) * (p->bins + 1));
     for (int i = 2 * first; i < 2 * last; i += 2) {
         if (!differentiate_pair(t, i, i + 1, block, x, g, sum) && i + 1 < t->batch) {
             differentiate_pair(t, i, t->batch, block, x, g, NULL);
@@ -460,26 +484,26 @@ INLINE float *tap(const task *t, float *kernel, int direction, int channel) {
 static void collect(const task *t, int item, float *scratch) {
     const plan *p = t->plan;
     element *x = (element *)scratch;
-    int half = p->half, length = p->length, a = 2 * item, b = a + 1 < t->blocks ? a + 1 : -1;
-    element *sums[2] = {(element *)t->partial + (size_t)a * t->splits * (half + 2), NULL};
-    if (b >= 0) sums[1] = (element *)t->partial + (size_t)b * t->splits * (half + 2);
+    int half = p->half, length = p->length, size = p->bins + 1, a = 2 * item, b = a + 1 < t->blocks ? a + 1 : -1;
+    element *sums[2] = {(element *)t->partial + (size_t)a * t->splits * size, NULL};
+    if (b >= 0) sums[1] = (element *)t->partial + (size_t)b * t->splits * size;
     for (int which = 0; which < 2 && sums[which]; which++) {
         element *sum = sums[which];
         for (int split = 1; split < t->splits; split++)
-            for (int s = 0; s < half + 2; s++) sum[s] = plus(sum[s], sum[(size_t)split * (half + 2) + s]);
+            for (int s = 0; s < size; s++) sum[s] = plus(sum[s], sum[(size_t)split * size + s]);
         if (t->out_sum)
-            store(t->out_sum + (size_t)(a + which) * LANES, sum[half + 1].re, block_width(t, a + which));
+            store(t->out_sum + (size_t)(a + which) * LANES, sum[size - 1].re, block_width(t, a + which));
     }
     if (!t->out_kernel) return;
     const float scale = 0.25f / half; /* 1 / 2M, and half of twice the sum */
     FOR_PARTS(p, odd, q) {
-        FOR_ENTRIES(p, odd, q, s) {
+        FOR_BINS(p, odd, q, s) {
             element c = sums[0][s], d = {(vec){0}, (vec){0}};
             if (b >= 0) d = sums[1][s];
             *at(p, x, odd, s, 0) = times((element){c.re - d.im, c.im + d.re}, scale, 0);
             *at(p, x, odd, s, 1) = times((element){c.re + d.im, d.re - c.im}, scale, 0);
         }
-        inverse_parts(p, odd, q, x);
+        inverse_parts(p, odd, q, p->passes, x);
     }
     inverse_pass(x, 1, p->pass);
     inverse_pass(x + half, 1, p->pass);
@@ -525,10 +549,10 @@ static void analyse_kernel(const task *t, int item, float *scratch) {
     forward_pass(x, 1, p->pass);
     forward_pass(x + half, 1, p->pass);
     const float scale = 0.25f / half; /* 1 / 2M, and half of the sums below */
-    element *first = (element *)t->out_spectrum + (size_t)a * (half + 1), *second = first + half + 1;
+    element *first = (element *)t->out_spectrum + (size_t)a * p->bins, *second = first + p->bins;
     FOR_PARTS(p, odd, q) {
-        forward_parts(p, odd, q, x);
-        FOR_ENTRIES(p, odd, q, s) {
+        forward_parts(p, odd, q, p->passes, x);
+        FOR_BINS(p, odd, q, s) {
             element u = *at(p, x, odd, s, 0), v = conjugate(*at(p, x, odd, s, 1));
             first[s] = times(plus(u, v), scale, 0);
             if (blocks == 2) second[s] = times(turn(minus(u, v), 0), scale, 0);
@@ -539,13 +563,13 @@ static void analyse_kernel(const task *t, int item, float *scratch) {
 /* Bins in natural order to those of a spectrum; items: blocks. */
 static void pack(const task *t, int item, float *scratch) {
     const plan *p = t->plan;
-    element *to = (element *)t->out_spectrum + (size_t)item * (p->half + 1);
+    element *to = (element *)t->out_spectrum + (size_t)item * p->bins;
     (void)scratch;
-    memset(to, 0, sizeof(element) * (p->half + 1));
+    memset(to, 0, sizeof(element) * p->bins);
     for (int lane = 0; lane < block_width(t, item); lane++) {
         const float *from = t->natural + ((size_t)item * LANES + lane) * (p->half + 1) * t->parts;
         float *column = (float *)to + lane, scale = 0.5f / p->half;
-        for (int s = 0; s <= p->half; s++) {
+        for (int s = 0; s < p->bins; s++) {
             int bin = p->bin[s], number = bin < 0 ? -bin : bin;
             column[(size_t)s * 2 * LANES] = scale * from[(size_t)number * t->parts];
             if (t->parts == 2) column[(size_t)s * 2 * LANES + LANES] = (bin < 0 ? -scale : scale) * from[(size_t)number * 2 + 1];
@@ -559,13 +583,13 @@ static void measure(const task *t, int item, float *scratch) {
     int block = item / t->splits, split = item % t->splits, pairs = (t->batch + 1) / 2, width = block_width(t, block);
     int first = (int)((long long)pairs * split / t->splits), last = (int)((long long)pairs * (split + 1) / t->splits);
     element *x = (element *)scratch;
-    vec *power = (vec *)t->partial + (size_t)item * (p->half + 1);
-    memset(power, 0, sizeof(vec) * (p->half + 1));
+    vec *power = (vec *)t->partial + (size_t)item * p->bins;
+    memset(power, 0, sizeof(vec) * p->bins);
     for (int i = 2 * first; i < 2 * last; i += 2) {
         load_pass(p, source_of(t, t->x, i, block), source_of(t, t->x, i + 1, block), t->channels, x);
         FOR_PARTS(p, half, q) {
-            forward_parts(p, half, q, x);
-            FOR_ENTRIES(p, half, q, s) {
+            forward_parts(p, half, q, p->passes, x);
+            FOR_BINS(p, half, q, s) {
                 element u = *at(p, x, half, s, 0), v = *at(p, x, half, s, 1);
                 power[s] += 0.5f * (u.re * u.re + u.im * u.im + v.re * v.re + v.im * v.im);
             }
@@ -579,13 +603,13 @@ static void measure(const task *t, int item, float *scratch) {
 /* The energies in natural order; items: blocks. */
 static void collect_power(const task *t, int item, float *scratch) {
     const plan *p = t->plan;
-    vec *power = (vec *)t->partial + (size_t)item * t->splits * (p->half + 1);
+    vec *power = (vec *)t->partial + (size_t)item * t->splits * p->bins;
     (void)scratch;
     for (int split = 1; split < t->splits; split++)
-        for (int s = 0; s <= p->half; s++) power[s] += power[(size_t)split * (p->half + 1) + s];
+        for (int s = 0; s < p->bins; s++) power[s] += power[(size_t)split * p->bins + s];
     for (int lane = 0; lane < block_width(t, item); lane++) {
         float *to = t->out_power + ((size_t)item * LANES + lane) * (p->half + 1);
-        for (int s = 0; s <= p->half; s++) to[p->bin[s] < 0 ? -p->bin[s] : p->bin[s]] = ((const float *)(power + s))[lane];
+        for (int s = 0; s < p->bins; s++) to[p->bin[s] < 0 ? -p->bin[s] : p->bin[s]] = ((const float *)(power + s))[lane];
     }
 }
 
