@@ -7,7 +7,7 @@ MODEL ?= sgconvnext_atto
 EPOCHS ?= 8
 DEMO = output/demo
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint sanitize clean
 
 # with the workers that decode, more than one thread of OpenMP would fight for two cores
 demo: export OMP_NUM_THREADS = 1
@@ -26,6 +26,15 @@ test: $(VENV)/.installed-test
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
+
+# the CPU kernel's C code: reads and writes beyond a buffer, undefined behaviour, races between threads
+sanitize:
+	mkdir -p build
+	for kind in address,undefined thread; do \
+		$(CC) -std=gnu11 -g -O1 -Wno-psabi -fsanitize=$$kind -fno-sanitize-recover=all tests/sanitize.c \
+			models/gconvnext/layers/fft_conv*.c -lm -lpthread -o build/sanitize && build/sanitize && \
+		GCONVNEXT_CPU=avx2 build/sanitize && GCONVNEXT_CPU=baseline build/sanitize || exit 1; \
+	done
 
 # installed once for each extra, and again when the dependencies change
 $(VENV)/.installed-%: pyproject.toml

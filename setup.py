@@ -1,4 +1,4 @@
-"""The CPU kernel; all else is in pyproject.toml. Without a C compiler the install succeeds, and PyTorch's FFTs serve."""
+"""The CPU kernel; the rest is in pyproject.toml. Without a C compiler the install succeeds, PyTorch's FFTs serve."""
 
 from setuptools import Extension, setup
 

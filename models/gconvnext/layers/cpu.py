@@ -54,6 +54,7 @@ def _load_library() -> Optional[ctypes.CDLL]:
     library.gconv_make_plan.restype = c_void_p
     library.gconv_make_plan.argtypes = [c_int] * 4
     library.gconv_bins.argtypes = [c_void_p]
+    library.gconv_lanes.argtypes = [c_void_p]
     library.gconv_free_plan.restype = None
     library.gconv_free_plan.argtypes = [c_void_p]
     for name, types in _SIGNATURES.items():
@@ -63,12 +64,11 @@ def _load_library() -> Optional[ctypes.CDLL]:
 
 _LIBRARY = _load_library()
 _TEAM = _find_team()
-_LANES = 0 if _LIBRARY is None else _LIBRARY.gconv_lanes()  # channels that share a vector: a spectrum's layout
 
 
 def available() -> bool:
     """Whether the CPU kernel was built."""
-    return _LANES > 0
+    return _LIBRARY is not None
 
 
 def _call(name: str, *arguments: object) -> None:
@@ -85,7 +85,8 @@ class _Plan:
         self._as_parameter_ = c_void_p(_LIBRARY.gconv_make_plan(height, width, gap, half))
         if not self._as_parameter_:
             raise MemoryError(f"No memory for the tables of a map of {height}x{width}.")
-        self.bins = _LIBRARY.gconv_bins(self)  # that a spectrum in the kernel's layout holds
+        self.bins = _LIBRARY.gconv_bins(self)  # bins and channels a vector of a spectrum in the kernel's layout
+        self.lanes = _LIBRARY.gconv_lanes(self)
 
     def __del__(self) -> None:
         self._free(self._as_parameter_)
@@ -104,7 +105,7 @@ def _bins(height: int, width: int, gap: int) -> int:
 
 
 def _empty_spectrum(like: Tensor, channels: int, plan: _Plan) -> Tensor:
-    return like.new_empty(-(-channels // _LANES), plan.bins, 2, _LANES)
+    return like.new_empty(-(-channels // plan.lanes), plan.bins, 2, plan.lanes)
 
 
 def content_hash(tensor: Tensor) -> int:
@@ -243,7 +244,7 @@ for _name in ("conv_backward", "conv_spectrum", "pack_bins", "power"):
 
 
 def convolve(x: Tensor, kernel: Tensor, bias: Tensor, gap: int) -> Tensor:
-    """`kernel * x + bias`, differentiable: x `(B, C, H, W)` float32, best with channels last, as the result has them."""
+    """`kernel * x + bias`, differentiable: x `(B, C, H, W)` float32, best with channels last, as in the result."""
     y = torch.ops.gconvnext.conv(x.permute(0, 2, 3, 1), kernel, bias, gap)
     return y.permute(0, 3, 1, 2)
 

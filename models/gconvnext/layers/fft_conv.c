@@ -21,19 +21,24 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-static const instruction_set *choose(void) {
+/* Beyond this M the buffer of 16 channels (256 M bytes) outgrows a third-level cache before that of 8 does: measured. */
+enum { LONG = 1 << 17 };
+
+static const instruction_set *choose(const plan *p) {
 #if defined(__x86_64__)
     const char *limit = getenv("GCONVNEXT_CPU"); /* for tests: "baseline" or "avx2" */
     __builtin_cpu_init();
-    if (!limit && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+    if (!limit && p->half <= LONG && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq"))
         return &gconv_avx512;
     if (!(limit && !strcmp(limit, "baseline")) && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &gconv_avx2;
 #endif
+    (void)p;
     return &gconv_baseline;
 }
 
 /* Channels that share a vector; a spectrum's layout depends on it. */
-EXPORT int gconv_lanes(void) { return choose()->lanes; }
+EXPORT int gconv_lanes(const plan *p) { return p->use->lanes; }
 
 EXPORT void gconv_free_plan(plan *p) {
     if (!p) return;
@@ -119,6 +124,7 @@ EXPORT plan *gconv_make_plan(int height, int width, int gap, int half) {
     plan *p = calloc(1, sizeof *p);
     if (!p) return NULL;
     p->length = height * (width + gap), p->half = half, p->rows = height * width;
+    p->use = choose(p);
     factorise(p);
     int count = p->half / p->last; /* of a half's blocks */
     p->blocks = count / 2 + 1 + (count + 1) / 2, p->bins = p->blocks * p->last;
@@ -242,7 +248,7 @@ EXPORT int gconv_hash(const void *bytes, size_t size, unsigned long long *result
 
 /* Spectrum `(blocks, bins, 2, lanes)` of a kernel `(directions, channels, L)`. */
 EXPORT int gconv_spectrum(const plan *p, const float *kernel, int directions, int channels, float *spectrum, int threads, team *start) {
-    const instruction_set *use = choose();
+    const instruction_set *use = p->use;
     task t = make_task(p, 0, channels, use->lanes);
     t.kernel = kernel, t.directions = directions, t.out_spectrum = spectrum;
     return run(&t, use->analyse_kernel, (t.blocks + 1) / 2, 2 * (size_t)p->half, use->lanes, threads, start);
@@ -250,7 +256,7 @@ EXPORT int gconv_spectrum(const plan *p, const float *kernel, int directions, in
 
 /* The same from bins in natural order, `(channels, M + 1)` real (parts = 1) or complex (parts = 2). */
 EXPORT int gconv_pack(const plan *p, const float *bins, int parts, int channels, float *spectrum, int threads, team *start) {
-    const instruction_set *use = choose();
+    const instruction_set *use = p->use;
     task t = make_task(p, 0, channels, use->lanes);
     t.natural = bins, t.parts = parts, t.out_spectrum = spectrum;
     return run(&t, use->pack, t.blocks, 0, use->lanes, threads, start);
@@ -259,7 +265,7 @@ EXPORT int gconv_pack(const plan *p, const float *bins, int parts, int channels,
 /* y = x * kernel + bias + addend, each `(batch, rows, channels)`; bias `(channels)`, or `(batch, channels)` with per_image. */
 EXPORT int gconv_convolve(const plan *p, const float *x, const float *spectrum, const float *bias, int per_image, const float *addend,
                           float *y, int batch, int channels, int threads, team *start) {
-    const instruction_set *use = choose();
+    const instruction_set *use = p->use;
     task t = make_task(p, batch, channels, use->lanes);
     t.x = x, t.spectrum = spectrum, t.bias = bias, t.bias_stride = per_image ? channels : 0, t.addend = addend, t.out = y;
     int items = t.blocks * (batch / 2) + (batch % 2 ? (t.blocks + 1) / 2 : 0);
@@ -269,7 +275,7 @@ EXPORT int gconv_convolve(const plan *p, const float *x, const float *spectrum, 
 /* Gradients of y = x * kernel + bias. Each of dx, dkernel, dbias may be null; x only if dkernel and dbias are. */
 EXPORT int gconv_differentiate(const plan *p, const float *g, const float *x, const float *spectrum, int directions, float *dx,
                                float *dkernel, float *dbias, int batch, int channels, int threads, team *start) {
-    const instruction_set *use = choose();
+    const instruction_set *use = p->use;
     task t = make_task(p, batch, channels, use->lanes);
     t.g = g, t.x = x, t.spectrum = spectrum, t.out = dx, t.directions = directions, t.out_kernel = dkernel, t.out_sum = dbias;
     int half = p->half, pairs = (batch + 1) / 2, sums = dkernel || dbias;
@@ -283,7 +289,7 @@ EXPORT int gconv_differentiate(const plan *p, const float *g, const float *x, co
 
 /* Energy of each bin summed over the batch, `(channels, M + 1)`, and each image's sum, `(batch, channels)`. */
 EXPORT int gconv_power(const plan *p, const float *x, float *power, float *sum, int batch, int channels, int threads, team *start) {
-    const instruction_set *use = choose();
+    const instruction_set *use = p->use;
     task t = make_task(p, batch, channels, use->lanes);
     t.x = x, t.out_power = power, t.out_sum = sum;
     t.splits = split(t.blocks, (batch + 1) / 2, threads);

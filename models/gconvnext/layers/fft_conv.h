@@ -14,7 +14,8 @@ typedef struct {
 
 /* A circular convolution of length 2M as two of length M: its even bins are the transform of length M of the sequence, its odd bins that
  * of the sequence times `twist`. Both halves lie one behind the other in 2M elements, each in the order that its transform leaves. */
-typedef struct {
+typedef struct plan {
+    const struct instruction_set *use;
     int length;          /* L, elements of the sequence */
     int half;            /* M >= L, a product of 2, 3, 5 and 7 */
     int rows;            /* elements of it in memory: L less the gaps */
@@ -51,7 +52,7 @@ typedef struct {
 
 typedef void item_function(const task *, int item, float *scratch);
 
-typedef struct {
+typedef struct instruction_set {
     int lanes;
     item_function *convolve, *differentiate, *collect, *analyse_kernel, *pack, *measure, *collect_power;
 } instruction_set;

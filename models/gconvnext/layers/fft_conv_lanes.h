@@ -261,10 +261,10 @@ INLINE void store_row(target to, vec v, size_t offset, size_t ahead) {
     store(to.data + offset, v, to.width);
 }
 
-INLINE vec store_blocks(const plan *p, const element *x, target re, target im, size_t step, int r) {
+INLINE element store_blocks(const plan *p, const element *x, target re, target im, size_t step, int r) {
     int stride = p->pass[0].stride, half = p->half;
     const float *w = p->pass[0].twiddle;
-    vec zero = {0};
+    element first = {(vec){0}, (vec){0}};
     for (int k = 0; k < stride; k++, w += 2 * (r - 1)) {
         element a[8], b[8];
         b[0] = x[half + k];
@@ -280,25 +280,30 @@ INLINE vec store_blocks(const plan *p, const element *x, target re, target im, s
         EACH(r, {
             int row = p->row[k + j * stride];
             element y = plus(a[j], b[j]);
-            if (j == 0 && k == 0) zero = y.re * 0 + y.im * 0;
+            if (j == 0 && k == 0) first = y;
             if (row >= 0) {
                 store_row(re, y.re, row * step, AHEAD * step);
                 if (im.data) store_row(im, y.im, row * step, AHEAD * step);
             }
         });
     }
-    return zero;
+    return first;
+}
+
+static int is_finite(element a) {
+    vec zero = a.re * 0 + a.im * 0;
+    for (int i = 0; i < LANES; i++)
+        if (zero[i] != 0) return 0;
+    return 1;
 }
 
 /* The last pass of both halves; whether all is finite: one bad input spoils every element of its pair, so one is looked at. */
 static int store_pass(const plan *p, const element *x, target re, target im, size_t step) {
-    vec zero = {0};
-#define STORE(...) zero = store_blocks(__VA_ARGS__)
+    element first = {(vec){0}, (vec){0}};
+#define STORE(...) first = store_blocks(__VA_ARGS__)
     WITH_RADIX(p->pass[0].radix, STORE, p, x, re, im, step)
 #undef STORE
-    for (int i = 0; i < LANES; i++)
-        if (zero[i] != 0) return 0;
-    return 1;
+    return is_finite(first);
 }
 
 /* Part q of a half and the part with its conjugate bins. */
@@ -480,26 +485,25 @@ INLINE float *tap(const task *t, float *kernel, int direction, int channel) {
     return kernel + ((size_t)direction * t->channels + channel) * t->plan->length;
 }
 
-/* The kernel's gradient from the sums over the batch; items: pairs of blocks, as real and imaginary part. */
-static void collect(const task *t, int item, float *scratch) {
+/* A block's sum over the batch from those of its parts. */
+static element *sum_of(const task *t, int block) {
+    int size = t->plan->bins + 1;
+    element *sum = (element *)t->partial + (size_t)block * t->splits * size;
+    for (int split = 1; split < t->splits; split++)
+        for (int s = 0; s < size; s++) sum[s] = plus(sum[s], sum[(size_t)split * size + s]);
+    if (t->out_sum) store(t->out_sum + (size_t)block * LANES, sum[size - 1].re, block_width(t, block));
+    return sum;
+}
+
+/* The kernel's gradient in one or two blocks of channels from a on, as real and imaginary part. */
+static void collect_blocks(const task *t, int a, int blocks, element *const *sums, element *x) {
     const plan *p = t->plan;
-    element *x = (element *)scratch;
-    int half = p->half, length = p->length, size = p->bins + 1, a = 2 * item, b = a + 1 < t->blocks ? a + 1 : -1;
-    element *sums[2] = {(element *)t->partial + (size_t)a * t->splits * size, NULL};
-    if (b >= 0) sums[1] = (element *)t->partial + (size_t)b * t->splits * size;
-    for (int which = 0; which < 2 && sums[which]; which++) {
-        element *sum = sums[which];
-        for (int split = 1; split < t->splits; split++)
-            for (int s = 0; s < size; s++) sum[s] = plus(sum[s], sum[(size_t)split * size + s]);
-        if (t->out_sum)
-            store(t->out_sum + (size_t)(a + which) * LANES, sum[size - 1].re, block_width(t, a + which));
-    }
-    if (!t->out_kernel) return;
+    int half = p->half, length = p->length;
     const float scale = 0.25f / half; /* 1 / 2M, and half of twice the sum */
     FOR_PARTS(p, odd, q) {
         FOR_BINS(p, odd, q, s) {
             element c = sums[0][s], d = {(vec){0}, (vec){0}};
-            if (b >= 0) d = sums[1][s];
+            if (blocks == 2) d = sums[1][s];
             *at(p, x, odd, s, 0) = times((element){c.re - d.im, c.im + d.re}, scale, 0);
             *at(p, x, odd, s, 1) = times((element){c.re + d.im, d.re - c.im}, scale, 0);
         }
@@ -511,7 +515,12 @@ static void collect(const task *t, int item, float *scratch) {
         element y = x[j], z = times(x[half + j], p->twist[2 * j], -p->twist[2 * j + 1]);
         x[j] = plus(y, z), x[half + j] = minus(y, z);
     }
-    for (int which = 0; which < 2 && sums[which]; which++) {
+    if (blocks == 2 && !is_finite(x[0])) {
+        collect_blocks(t, a, 1, sums, x);
+        collect_blocks(t, a + 1, 1, sums + 1, x);
+        return;
+    }
+    for (int which = 0; which < blocks; which++) {
         for (int lane = 0; lane < block_width(t, a + which); lane++) {
             int channel = (a + which) * LANES + lane;
             const float *column = (const float *)x + which * LANES + lane;
@@ -525,16 +534,22 @@ static void collect(const task *t, int item, float *scratch) {
     }
 }
 
-/* The spectrum of a kernel; items: pairs of blocks. */
-static void analyse_kernel(const task *t, int item, float *scratch) {
+/* Items: pairs of blocks. */
+static void collect(const task *t, int item, float *scratch) {
+    int a = 2 * item, blocks = a + 1 < t->blocks ? 2 : 1;
+    element *sums[2] = {sum_of(t, a), blocks == 2 ? sum_of(t, a + 1) : NULL};
+    if (t->out_kernel) collect_blocks(t, a, blocks, sums, (element *)scratch);
+}
+
+/* The spectrum of a kernel in one or two blocks of channels from a on, as real and imaginary part. */
+static void analyse_blocks(const task *t, int a, int blocks, element *x) {
     const plan *p = t->plan;
-    element *x = (element *)scratch;
-    int half = p->half, length = p->length, a = 2 * item, blocks = a + 1 < t->blocks ? 2 : 1;
+    int half = p->half, length = p->length;
     memset(x, 0, sizeof(element) * 2 * half);
     for (int which = 0; which < blocks; which++) {
         for (int lane = 0; lane < block_width(t, a + which); lane++) {
             int channel = (a + which) * LANES + lane;
-            float *column = scratch + which * LANES + lane;
+            float *column = (float *)x + which * LANES + lane;
             const float *from = tap(t, (float *)t->kernel, 0, channel);
             for (int j = 0; j < length; j++) column[(size_t)j * 2 * LANES] = from[j];
             if (t->directions == 1) continue;
@@ -558,6 +573,15 @@ static void analyse_kernel(const task *t, int item, float *scratch) {
             if (blocks == 2) second[s] = times(turn(minus(u, v), 0), scale, 0);
         }
     }
+    if (blocks == 2 && !(is_finite(first[0]) && is_finite(second[0]))) {
+        analyse_blocks(t, a, 1, x);
+        analyse_blocks(t, a + 1, 1, x);
+    }
+}
+
+/* Items: pairs of blocks. */
+static void analyse_kernel(const task *t, int item, float *scratch) {
+    analyse_blocks(t, 2 * item, 2 * item + 1 < t->blocks ? 2 : 1, (element *)scratch);
 }
 
 /* Bins in natural order to those of a spectrum; items: blocks. */

@@ -127,14 +127,14 @@ def _check_arguments(u: Tensor, kernel: Tensor, backend: str) -> None:
         raise ValueError(f"global_conv: unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}.")
     if backend == "cpu" and (u.device.type != "cpu" or u.dtype == torch.float64 or not cpu.available()):
         raise ValueError(
-            f"global_conv: the backend 'cpu' needs an input on the CPU of at most float32, got {u.dtype} on {u.device}, "
-            f"and the compiled kernel, which is {'built' if cpu.available() else 'not built'}. Use backend='fft'."
+            "global_conv: the backend 'cpu' needs the compiled kernel and an input on the CPU of at most float32; got "
+            f"{u.dtype} on {u.device}, kernel {'built' if cpu.available() else 'not built'}. Use backend='fft'."
         )
 
 
 # Measured on two CPU cores in float32, forward and backward, L = 16 .. 196 and C = 160 .. 768: from this batch size on
-# the Toeplitz product is as fast or faster than PyTorch's FFTs (0.8 to 4.3 times the speed), below it mostly slower (0.2
-# to 1.8 times). Its L x L matrices should be no larger than the data.
+# the Toeplitz product is as fast or faster than PyTorch's FFTs (0.8 to 4.3 times the speed), below it mostly slower
+# (0.2 to 1.8 times). Its L x L matrices should be no larger than the data.
 _TOEPLITZ_MIN_BATCH = 128
 
 

@@ -70,10 +70,10 @@ def _spectral_energy(kernels: Tensor, power: Tensor, n: int) -> Tensor:
 
 
 def _dilated_energy(taps: Tensor, power: Tensor, n: int) -> Tensor:
-    """`_spectral_energy` of dilated kernels from their d taps alone, with transforms of length 2d instead of n.
+    """`_spectral_energy` of dilated kernels from their d taps alone: transforms of length 2d instead of n.
 
-    The energy is the kernel's autocorrelation times that of the input, r. Tap j of branch i is offset `2**i * j` forward
-    and `-(2**i * j + 1)` backward: their distances are multiples of `2**i` within a direction, one more across.
+    The energy is the kernel's autocorrelation times that of the input, r. Tap j of branch i is offset `2**i * j`
+    forward and `-(2**i * j + 1)` backward: distances are multiples of `2**i` within a direction, one more across.
 
     Args:
         taps: `(D, C, N, d)`.
@@ -101,7 +101,7 @@ def _dilated_energy(taps: Tensor, power: Tensor, n: int) -> Tensor:
 
 
 def _moments(gain: Tensor, energy: Tensor, dc: Tensor) -> Tuple[Tensor, Tensor]:
-    """Mean and biased variance `(N, C)` from the kernels' sums `(N, C)`, `_spectral_energy` and the inputs' means `(B, C)`.
+    """Mean and biased variance `(N, C)` from kernels' sums, `_spectral_energy` `(N, C)`, and inputs' means `(B, C)`.
 
     Bin 0 enters the variance as its spread over the batch.
     """
