@@ -219,7 +219,7 @@ def edits():
     yield "one element", lambda m: m.kernel.data[1, 2].view(-1)[3].add_(5)
     yield "skip", lambda m: m.skip.data.add_(1)
     yield "bias", lambda m: m.bias.data.add_(1)
-    yield "local", lambda m: m.local.data.mul_(2)
+    yield "local", lambda m: m.local.data.add_(1)
     yield "swapped channels", lambda m: m.kernel.data.copy_(m.kernel.data.flip(1))
     yield "another tensor", lambda m: setattr(m.kernel, "data", torch.randn_like(m.kernel))
     yield "numpy", lambda m: m.kernel.detach().numpy().__imul__(3)
