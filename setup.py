@@ -10,7 +10,7 @@ setup(
             "gconvnext.layers._fft_conv",
             sources=[FOLDER + name for name in ("fft_conv.c", "fft_conv_avx2.c", "fft_conv_avx512.c")],
             depends=[FOLDER + name for name in ("fft_conv.h", "fft_conv_lanes.h")],
-            extra_compile_args=["-std=gnu11", "-O3", "-fvisibility=hidden", "-Wno-psabi"],
+            extra_compile_args=["-std=gnu11", "-O3", "-g0", "-fvisibility=hidden", "-Wno-psabi"],
             libraries=["m"],
             optional=True,
         )

@@ -222,7 +222,7 @@ def edits():
     yield "local", lambda m: m.local.data.add_(1)
     yield "swapped channels", lambda m: m.kernel.data.copy_(m.kernel.data.flip(1))
     yield "another tensor", lambda m: setattr(m.kernel, "data", torch.randn_like(m.kernel))
-    yield "numpy", lambda m: m.kernel.detach().numpy().__imul__(3)
+    yield "DLPack", lambda m: torch.from_dlpack(m.kernel.detach()).mul_(3)
     yield "load", lambda m: m.load_state_dict({**m.state_dict(), "kernel": torch.randn_like(m.kernel)})
     yield "parameter", lambda m: setattr(m, "kernel", torch.nn.Parameter(torch.randn_like(m.kernel)))
     yield (
