@@ -416,3 +416,75 @@ def test_curves_and_tensorboard_are_written(data, tmp_path, capsys):
     assert list((tmp_path / "run").glob("events.out.tfevents*"))
     out = capsys.readouterr().out
     assert f"eval/validate.py {data} --split val --checkpoint {Path(tmp_path / 'run' / 'best.pth')}" in out
+
+
+# Mishaps --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_model_brings_its_weights_without_a_flag(data, tmp_path):
+    model = timm.create_model("sgconvnext_atto", img_size=32, num_classes=5)
+    timm.models.save_for_hf(model, tmp_path / "saved", safe_serialization=True)
+    still = ("--freeze-backbone", "--model", f"local-dir:{tmp_path / 'saved'}", "--epochs", 1)
+    assert call("train/train.py", data, "--output", tmp_path / "run", *PLAIN, *STILL, *still) == 0
+    assert torch.equal(state(tmp_path / "run")["state_dict"]["stem.0.weight"], model.stem[0].weight)
+
+
+def test_a_damaged_record_of_runs_does_not_stop_a_resume(data, tmp_path):
+    assert train(data, tmp_path / "run", *STILL, epochs=1) == 0
+    (tmp_path / "run" / "run.json").write_text("")
+    assert train(data, tmp_path / "run", *STILL, "--resume", "auto", epochs=2) == 0
+    assert len(json.loads((tmp_path / "run" / "run.json").read_text())) == 1
+
+
+def test_two_runs_do_not_share_a_folder(data, tmp_path, capsys):
+    with gconvnext.training.hold_folder(tmp_path / "run"):
+        assert train(data, tmp_path / "run", *STILL, epochs=1) == 2
+    assert "another process is training into" in capsys.readouterr().err
+    assert train(data, tmp_path / "run", *STILL, epochs=1) == 0
+
+
+def test_weights_that_exploded_in_the_last_step_are_not_the_best(data, tmp_path, capsys):
+    options = (*STILL, "--lr", 1e10, "--warmup-epochs", 0, "--batch-size", 72)
+    assert train(data, tmp_path / "run", *options, epochs=3) == 2
+    assert "the weights have exploded" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "best.pth").exists()
+
+
+def test_resuming_into_another_folder_takes_the_best_along(data, tmp_path, capsys):
+    assert train(data, tmp_path / "old", *STILL, epochs=1) == 0
+    assert train(data, tmp_path / "new", *STILL, "--resume", tmp_path / "old" / "last.pth", epochs=1) == 0
+    assert "nothing is left to train" in capsys.readouterr().out
+    assert (tmp_path / "new" / "best.pth").read_bytes() == (tmp_path / "old" / "best.pth").read_bytes()
+
+
+def test_fewer_epochs_than_are_done_are_refused(data, tmp_path, capsys):
+    assert train(data, tmp_path / "run", *STILL, epochs=2) == 0
+    assert train(data, tmp_path / "run", *STILL, "--resume", "auto", epochs=1) == 2
+    assert "from after epoch 2, --epochs is 1" in capsys.readouterr().err
+
+
+def test_a_second_sigterm_is_not_impatience_and_a_late_second_ctrl_c_is(monkeypatch):
+    with gconvnext.training.StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.name == "SIGTERM"
+        killed = []
+        monkeypatch.setattr(gconvnext.training.os, "kill", lambda pid, number: killed.append(number))
+        monkeypatch.setattr(stop, "_first", -10.0)
+        stop._handle(signal.SIGINT, None)
+        assert killed == [signal.SIGINT]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("model", ["deit_tiny_distilled_patch16_224", "resnet18"])
+def test_freezing_knows_the_heads_of_other_models(model):
+    network = timm.create_model(model, num_classes=3)
+    load_script("train/train.py").freeze(network, keep_global=False)
+    trainable = {name.split(".")[0] for name, parameter in network.named_parameters() if parameter.requires_grad}
+    assert trainable == ({"head", "head_dist"} if "deit" in model else {"fc"})
+
+
+def test_a_vision_transformer_is_measured_at_another_size(data, tmp_path):
+    assert train(data, tmp_path / "run", *STILL, "--img-size", 64, model="vit_tiny_patch16_224", epochs=1) == 0
+    loaded = load_model(checkpoint=tmp_path / "run" / "last.pth", img_size=96)
+    assert loaded.model(torch.randn(1, 3, 96, 96)).shape == (1, 3)

@@ -7,14 +7,15 @@
         --output output/mrconvnext_tiny --resume auto
 
 DATA is a folder or tar of class folders, a folder with the splits train and val of such folders, or one of timm's
-torch/NAME:FOLDER, hfds/NAME, wds/FOLDER (see gconvnext.data). The output folder gets last.pth (to resume from; also when
-SIGTERM or Ctrl-C stops the run), best.pth (best top-1), metrics.csv, TensorBoard files, curves.png, config.yaml and
+torch/NAME:FOLDER, hfds/NAME, wds/FOLDER (see gconvnext.data). The output folder gets last.pth (to resume from; also
+when SIGTERM or Ctrl-C stops the run), best.pth (best top-1), metrics.csv, TensorBoard files, curves.png, config.yaml and
 run.json; eval/validate.py and eval/predict.py take the .pth files as they are.
 """
 
 import argparse
 import math
 import shlex
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -41,6 +42,7 @@ from gconvnext.training import (
     Progress,
     StopSignal,
     World,
+    hold_folder,
     init_world,
     open_tensorboard,
     plot_curves,
@@ -118,7 +120,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--pretrained",
         action=argparse.BooleanOptionalAction,
-        help="start from timm's pretrained weights of --model, which may be local-dir:FOLDER",
+        help="start from timm's pretrained weights of --model; a local-dir:FOLDER always brings its own",
     )
     add("--initial-checkpoint", metavar="FILE", help="start from these weights, also a ConvNeXt's for a *_local model")
     flag = argparse.BooleanOptionalAction
@@ -142,14 +144,14 @@ def add_optimization_options(parser: argparse.ArgumentParser) -> None:
     add("--lr", type=float, default=1e-3, help="AdamW's peak learning rate (default: %(default)s)")
     add("--min-lr", type=float, default=1e-6, help="learning rate at the cosine's end (default: %(default)s)")
     add("--warmup-epochs", type=float, metavar="N", help="linear warm-up (default: a tenth of the epochs)")
-    add("--weight-decay", type=float, default=0.05, help="(default: %(default)s)")
-    add("--kernel-lr-scale", type=float, default=1.0, help="global kernels' rate, in --lr (default: %(default)s)")
-    add("--kernel-weight-decay", type=float, default=0.0, help="global kernels' weight decay (default: %(default)s)")
-    add("--layer-decay", type=float, help="rate of a layer in that of the layer above, e.g. 0.8 (default: none)")
+    add("--weight-decay", type=float, default=0.05, help="AdamW's, of matrices (default: %(default)s)")
+    add("--kernel-lr-scale", type=float, default=1.0, help="times --lr for global kernels (default: %(default)s)")
+    add("--kernel-weight-decay", type=float, default=0.0, help="weight decay of global kernels (default: %(default)s)")
+    add("--layer-decay", type=float, help="learning rate times this, layer by layer downwards, e.g. 0.8 (default: 1)")
     add("--clip-grad", type=float, metavar="NORM", help="clip the gradient's norm (default: not)")
     add("--smoothing", type=float, default=0.1, help="label smoothing (default: %(default)s)")
     add("--model-ema", action=flag, help="average the weights; the average is measured and preferred")
-    add("--model-ema-decay", type=float, default=0.9999, help="(default: %(default)s)")
+    add("--model-ema-decay", type=float, default=0.9999, help="the old average's weight (default: %(default)s)")
     add("--model-ema-warmup", action=flag, help="raise the decay from 0, for short runs")
     add(
         "--amp",
@@ -196,8 +198,11 @@ def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
         parser.error(f"--scale: got {args.scale[0]:g} {args.scale[1]:g}, expected 0 < MIN <= MAX <= 1")
     if args.workers < 0:
         parser.error(f"--workers: got {args.workers}, expected 0 or more")
-    if args.pretrained and args.initial_checkpoint:
-        parser.error("--pretrained and --initial-checkpoint both give the weights: choose one")
+    if args.seed < 0:
+        parser.error(f"--seed: got {args.seed}, expected 0 or more")
+    if args.initial_checkpoint and (args.pretrained or ":" in args.model):
+        given = "--pretrained" if args.pretrained else args.model
+        parser.error(f"{given} and --initial-checkpoint both give the weights: choose one")
     if args.freeze_backbone and args.train_global_only:
         parser.error("--freeze-backbone and --train-global-only exclude each other: choose one")
     if args.resume == "auto" and not args.output:
@@ -274,7 +279,7 @@ def create_initial_model(args: argparse.Namespace, num_classes: int) -> tuple[nn
     """The model to train, and the keywords that make it again.
 
     1. `--initial-checkpoint`: the weights of a file, a new classifier if the number of classes differs;
-    2. `--pretrained`: timm's, the Hub's or a `local-dir:` folder's weights, likewise;
+    2. `--pretrained`, or a model with a source (`local-dir:`, `hf-hub:`): the weights that come with it, likewise;
     3. else fresh.
     A run that is resumed loads its own weights over these.
     """
@@ -287,7 +292,7 @@ def create_initial_model(args: argparse.Namespace, num_classes: int) -> tuple[nn
     if args.initial_checkpoint:
         model = create_from_weights(args.model, args.initial_checkpoint, **model_args)
     else:
-        model = create_model(args.model, bool(args.pretrained), **model_args)
+        model = create_model(args.model, bool(args.pretrained) or has_source(args.model), **model_args)
     if has_source(args.model):
         model_args = {**get_model_args(model), **model_args}  # those that it was saved with
     if args.freeze_backbone or args.train_global_only:
@@ -308,9 +313,11 @@ def freeze(model: nn.Module, keep_global: bool) -> None:
                 f"--train-global-only: {type(model).__name__} has no global branches; take one of our models."
             )
         trainable = model.global_parameter_names()
-    head = model.pretrained_cfg["classifier"].split(".")[0] + "."
+    classifiers = model.pretrained_cfg["classifier"]  # of some models a tuple
+    classifiers = [classifiers] if isinstance(classifiers, str) else classifiers
+    heads = tuple(classifier.split(".")[0] + "." for classifier in classifiers)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trainable or name.startswith(head))
+        parameter.requires_grad_(name in trainable or name.startswith(heads))
 
 
 def train_mode(model: nn.Module) -> None:
@@ -413,7 +420,7 @@ def create_run(args: argparse.Namespace, world: World, stop: StopSignal) -> Run:
     mixup = None
     if args.mixup > 0 or args.cutmix > 0:
         mixup = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=len(train.class_names))
-    return Run(
+    run = Run(
         args=args,
         world=world,
         stop=stop,
@@ -430,6 +437,9 @@ def create_run(args: argparse.Namespace, world: World, stop: StopSignal) -> Run:
         model_args=model_args,
         output=output_folder(args),
     )
+    if world.is_primary:
+        print(f"{run.updates_per_epoch} steps an epoch, each of {args.batch_size} images")
+    return run
 
 
 def output_folder(args: argparse.Namespace) -> Path:
@@ -533,9 +543,9 @@ def check_loss(run: Run) -> None:
     raise ValueError(
         f"the training loss became {loss} in epoch {progress.epoch + 1}, step {progress.update + 1} of "
         f"{run.updates_per_epoch}{earlier}, at learning rate {run.optimizer.param_groups[-1]['lr']:.3g}"
-        f"{f' in {run.args.amp}' if run.args.amp else ''}; the weights are {weights}. Nothing was saved since"
-        f"{f': {kept} is from before' if kept.exists() else ' the start'}. Try a smaller --lr, --clip-grad 1, a longer "
-        "--warmup-epochs, or no --amp float16."
+        f"{f' in {run.args.amp}' if run.args.amp else ''}; the weights are {weights}. "
+        f"{f'{kept} was saved before this step' if kept.exists() else 'Nothing was saved'}. Try a smaller --lr, "
+        "--clip-grad 1, a longer --warmup-epochs, or no --amp float16."
     )
 
 
@@ -556,6 +566,12 @@ def measure(run: Run) -> dict[str, float]:
     }
     if run.val_loader is not None:
         results = evaluate(run.model_ema or run.model, run.val_loader, run.world.device, run.args.amp)
+        if not math.isfinite(results["loss"]):
+            raise ValueError(
+                f"after epoch {run.progress.epoch + 1} the loss on the validation images is {results['loss']}: the "
+                f"weights have exploded. {run.output / 'last.pth'} holds them; best.pth, if there is one, does not. "
+                "Start again with a smaller --lr or --clip-grad 1."
+            )
         figures |= {f"eval_{key}": results[key] for key in ("loss", "top1", "top5")}
         figures["unreadable"] += results["unreadable"]
     return figures
@@ -605,7 +621,10 @@ def resume(run: Run) -> None:
     path = last if run.args.resume in (None, "auto") else Path(run.args.resume)
     if last.exists() and (run.args.resume is None or path.resolve() != last.resolve()):
         raise ValueError(f"{run.output} holds an earlier run: --resume auto to go on, or give another --output.")
-    if run.args.resume is None or (run.args.resume == "auto" and not last.exists()):
+    found = run.args.resume is not None and (run.args.resume != "auto" or last.exists())
+    if run.world.sum([found])[0] not in (0, run.world.size):
+        raise ValueError(f"not all processes find {path}: --output must be on a disk that all machines share.")
+    if not found:
         return
     content = load_training_checkpoint(path)
     check_resumable(run, path, content)
@@ -616,7 +635,19 @@ def resume(run: Run) -> None:
     run.scaler.load_state_dict(content["training"]["scaler"])
     run.progress.restore(content["training"]["progress"], run.world)
     run.scheduler.step_update(run.progress.epoch * run.updates_per_epoch + run.progress.update)
-    if run.world.is_primary:
+    done = run.progress.epoch * run.updates_per_epoch + run.progress.update
+    total, squares = run.world.sum([done, done * done])
+    if run.world.size * squares != total * total:  # their spread
+        raise ValueError(f"the processes find different {path}: --output must be on a disk that all machines share.")
+    if run.progress.epoch > run.args.epochs:
+        raise ValueError(f"{path} is from after epoch {run.progress.epoch}, --epochs is {run.args.epochs}: give more.")
+    if run.world.is_primary and path.parent.resolve() != run.output.resolve():
+        if (path.parent / "best.pth").exists():
+            run.output.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path.parent / "best.pth", run.output / "best.pth")
+    if run.world.is_primary and run.progress.epoch == run.args.epochs:
+        print(f"{path} is from the end of its {run.args.epochs} epochs: nothing is left to train")
+    elif run.world.is_primary:
         print(f"going on from {path}: epoch {run.progress.epoch + 1}, step {run.progress.update + 1}")
 
 
@@ -647,8 +678,7 @@ def _plain(value: Any) -> Any:
 
 
 def open_output(run: Run) -> Any:
-    """Makes the results folder with the record of the run; returns the TensorBoard writer, None without the package."""
-    run.output.mkdir(parents=True, exist_ok=True)
+    """Writes the record of the run; returns the TensorBoard writer, None without the package."""
     save_config(run.output, run.args)
     return open_tensorboard(run.output, run.progress.epoch + 1)
 
@@ -706,10 +736,11 @@ def main() -> int:
     with StopSignal() as stop:
         run = create_run(args, world, stop)
         resume(run)
-        tensorboard = open_output(run) if world.is_primary else None
-        while run.progress.epoch < args.epochs and not run.stopped:
-            if train_epoch(run):
-                finish_epoch(run, tensorboard)
+        with hold_folder(run.output) if world.is_primary else nullcontext():
+            tensorboard = open_output(run) if world.is_primary else None
+            while run.progress.epoch < args.epochs and not run.stopped:
+                if train_epoch(run):
+                    finish_epoch(run, tensorboard)
     if world.is_primary:
         summarise(run) if run.progress.epoch == args.epochs else say_how_to_go_on(run)
     return 0

@@ -103,7 +103,7 @@ def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Modul
         if has_source(name):
             raise ValueError(f"{name} is not a model that timm can load: {_first_line(error)}") from error
         if pretrained and not get_pretrained_cfg_value(name, "hf_hub_id"):
-            raise ValueError(f"there are no pretrained weights of {name!r}: give --checkpoint.") from error
+            raise ValueError(f"there are no pretrained weights of {name!r}: give a file with weights.") from error
         raise
 
 
@@ -286,6 +286,8 @@ def load_model(
         model.load_state_dict(state_dict)
     except RuntimeError as error:
         raise ValueError(f"the weights in {checkpoint} do not fit {arch!r} with {model_args}: {error}") from error
+    if img_size is not None and get_pretrained_cfg_value(arch, "fixed_input_size"):
+        model.set_input_size(img_size=(img_size, img_size))
     weights = "ema" if use_ema and content.get("state_dict_ema") is not None else "plain"
     return _loaded(model, arch, weights, content, img_size)
 

@@ -18,6 +18,7 @@ import torchvision
 import yaml
 
 from . import __version__
+from .scripts import replacing, write_json
 
 _NOT_IN_CONFIGS = ("config", "help", "data", "output", "resume")  # they belong to one run, not to a recipe
 
@@ -75,11 +76,15 @@ def _config_argv(parser: argparse.ArgumentParser, config: str) -> list[str]:
 
 def _option_argv(parser: argparse.ArgumentParser, action: argparse.Action, key: str, value: Any) -> list[str]:
     option = next(name for name in action.option_strings if name.startswith("--"))
+    if isinstance(value, list) and action.nargs in (None, "?"):
+        parser.error(f"{key}: got {len(value)} values, expected one")
+    if action.nargs == "?" and value == "true":
+        return [option]
     if action.nargs == 0:
         if value not in ("true", "false"):
             parser.error(f"{key}: got {value!r}, expected true or false")
         return [option if value == "true" else f"--no-{option[2:]}"]
-    if value in ("null", ""):
+    if value in ("null", "~", ""):
         return []
     if isinstance(value, dict):
         return [option, *(f"{name}={item}" for name, item in value.items())]
@@ -95,11 +100,15 @@ def save_config(folder: Path, args: argparse.Namespace) -> None:
     """
     options = {key: _plain(value) for key, value in vars(args).items() if key not in _NOT_IN_CONFIGS}
     text = yaml.safe_dump({key: value for key, value in options.items() if value is not None}, sort_keys=False)
-    (folder / "config.yaml").write_text(text, encoding="utf-8")
     path = folder / "run.json"
-    runs = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    try:
+        runs = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        runs = []
     runs.append({"command": shlex.join([Path(sys.executable).name, *sys.argv]), **versions()})
-    path.write_text(json.dumps(runs, indent=2) + "\n", encoding="utf-8")
+    with replacing(folder / "config.yaml") as file:
+        file.write(text)
+    write_json(path, runs)
 
 
 def _plain(value: Any) -> Any:

@@ -203,22 +203,22 @@ def check_results_file(path: str) -> None:
         raise ValueError(f"{path}: its folder does not exist; make it first.")
 
 
-def write_csv(path: str, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
+def write_csv(path: str | Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
     """Writes rows, dicts with the keys `columns`, as CSV with a header; the file is whole or as it was."""
-    with _replacing(path) as file:
+    with replacing(path) as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
 
 
-def write_json(path: str, content: Any) -> None:
+def write_json(path: str | Path, content: Any) -> None:
     """Writes `content` as indented JSON; the file is whole or as it was."""
-    with _replacing(path) as file:
+    with replacing(path) as file:
         file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 @contextlib.contextmanager
-def _replacing(path: str) -> Iterator[TextIO]:
+def replacing(path: str | Path) -> Iterator[TextIO]:
     """A text file that takes the place of `path` once it is written."""
     temporary = f"{path}.tmp"
     try:

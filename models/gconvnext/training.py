@@ -1,10 +1,11 @@
 """What a training run needs to survive and to be repeated: processes, signals, seeds, position, figures."""
 
-import csv
+import contextlib
 import os
 import random
 import signal
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from timm.utils.distributed import init_distributed_device_so
+
+from .scripts import write_csv
 
 # Processes ------------------------------------------------------------------------------------------------------------
 
@@ -57,7 +60,9 @@ def init_world() -> World:
 
 
 class StopSignal:
-    """SIGTERM and SIGINT as a wish to stop at the next good moment, inside a `with`; a second one stops at once.
+    """SIGTERM and SIGINT as a wish to stop at the next good moment, inside a `with`; a second Ctrl-C stops at once.
+
+    (A second SIGTERM is no impatience: torchrun passes on one that its whole process group got already.)
 
     Attributes:
         name: The signal's name once there was one, else None.
@@ -65,6 +70,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self._first = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
@@ -77,10 +83,11 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: Any) -> None:
-        if self.name is not None:
+        if self.name is None:
+            self.name, self._first = signal.Signals(number).name, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._first > 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.name = signal.Signals(number).name
 
 
 # Seeds ----------------------------------------------------------------------------------------------------------------
@@ -141,14 +148,31 @@ class Progress:
 COLUMNS = ("epoch", "lr", "train_loss", "eval_loss", "eval_top1", "eval_top5", "images_per_second", "unreadable")
 
 
+@contextlib.contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Makes a results folder and keeps other runs out of it meanwhile (where the system can lock files).
+
+    Raises:
+        ValueError: If another run has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"another process is training into {folder}: stop it, or give another --output."
+            ) from error
+        except (ImportError, OSError):  # Windows; a file system without locks
+            pass
+        yield
+
+
 def write_metrics(path: Path, history: Sequence[dict[str, float]]) -> None:
     """Writes the figures of all epochs as CSV; a reader finds the old file or the new one, never half of it."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(history)
-    os.replace(temporary, path)
+    write_csv(path, COLUMNS, history)
 
 
 def open_tensorboard(folder: Path, start: int, say: Callable[[str], None] = print) -> Any:
@@ -158,7 +182,11 @@ def open_tensorboard(folder: Path, start: int, say: Callable[[str], None] = prin
     except ImportError:
         say("no TensorBoard files: pip install tensorboard, or the extra gconvnext[train]")
         return None
-    return SummaryWriter(str(folder), purge_step=start)
+    try:
+        return SummaryWriter(str(folder), purge_step=start)
+    except OSError as error:
+        say(f"no TensorBoard files: {error}")
+        return None
 
 
 def plot_curves(path: Path, history: Sequence[dict[str, float]], title: str) -> bool:
