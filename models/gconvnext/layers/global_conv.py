@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cpu
+from . import cpu, triton_conv
 
 __all__ = [
     "BACKENDS",
@@ -33,7 +33,7 @@ __all__ = [
 
 Grid = Tuple[int, int, int]  # (H, W, gap); typing.Tuple, because TorchScript reads it
 
-BACKENDS = ("auto", "fft", "toeplitz", "cpu")
+BACKENDS = ("auto", "fft", "toeplitz", "cpu", "triton")
 
 
 def grid_length(grid: Grid) -> int:
@@ -115,6 +115,10 @@ def _toeplitz_conv(u: Tensor, kernel: Tensor) -> Tensor:
     return y.movedim(-2, 0)
 
 
+def _needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def _check_arguments(u: Tensor, kernel: Tensor, backend: str) -> None:
     if u.dim() != 3 or kernel.dim() not in (3, 4) or kernel.shape[-2:] != u.shape[-2:]:
         raise ValueError(
@@ -130,6 +134,14 @@ def _check_arguments(u: Tensor, kernel: Tensor, backend: str) -> None:
             "global_conv: the backend 'cpu' needs the compiled kernel and an input on the CPU of at most float32; got "
             f"{u.dtype} on {u.device}, kernel {'built' if cpu.available() else 'not built'}. Use backend='fft'."
         )
+    if backend == "triton":
+        needs_grad = _needs_grad(u, kernel)
+        if needs_grad or u.dtype == torch.float64 or not triton_conv.available(u.device):
+            raise ValueError(
+                "global_conv: the backend 'triton' needs an input of at most float32 on a GPU that Triton compiles "
+                f"for, and has no derivatives; got {u.dtype} on {u.device}"
+                f"{', and derivatives wanted' if needs_grad else ''}. Use backend='fft'."
+            )
 
 
 # Measured on two CPU cores in float32, forward and backward, L = 16 .. 196 and C = 160 .. 768: from this batch size on
@@ -155,6 +167,20 @@ def runs_in_c(u: Tensor) -> bool:
 
 
 @torch.jit.unused
+def _runs_in_triton(u: Tensor, kernel: Tensor) -> bool:
+    return u.dtype != torch.float32 and triton_conv.serves(u.unsqueeze(2), 0) and not _needs_grad(kernel)
+
+
+@torch.jit.unused
+def _triton_conv(u: Tensor, kernel: Tensor) -> Tensor:
+    """A map of one row, `(B, C, L)` -> `(B, C, L)`, or `(B, N, C, L)`."""
+    if kernel.dim() == 4:
+        return torch.stack([_triton_conv(u, one) for one in kernel], dim=1)
+    with torch.autocast(u.device.type, enabled=False):
+        return triton_conv.convolve(u.unsqueeze(2), two_sided(kernel), kernel.new_zeros(u.shape[1]), 0).squeeze(2)
+
+
+@torch.jit.unused
 def _cpu_conv(u: Tensor, kernel: Tensor) -> Tensor:
     """A map of one row, `(B, C, L)` -> `(B, C, L)`, or `(B, N, C, L)`."""
     if kernel.dim() == 4:
@@ -166,13 +192,15 @@ def global_conv(u: Tensor, kernel: Tensor, backend: str = "auto") -> Tensor:
     """Depthwise linear convolution over the whole sequence: `y[t] = sum_s kernel[t - s] * u[s]`; nothing wraps.
 
     Computed in float32 (float64 stays float64), also under autocast, and returned in the input's dtype: FFT
-    libraries take half precision at powers of two only or not at all, and half-precision spectra overflow.
+    libraries take half precision at powers of two only or not at all, and half-precision spectra overflow. Only the
+    Triton kernel multiplies half precision as it is, and accumulates in float32.
 
     Args:
         u: Sequence `(B, C, L)`, any floating dtype.
         kernel: `(D, C, L)`, D = 2 directions or 1 (causal); or `(N, D, C, L)`, N kernels applied to the same input.
         backend: `"fft"`; `"toeplitz"`, an L x L matrix per channel, for short L; `"cpu"`, the kernel in C, which has
-            float32 and first derivatives only; or `"auto"`, which picks the fastest that serves.
+            float32 and first derivatives only; `"triton"`, the kernel for GPUs, without derivatives; or `"auto"`, which
+            picks the fastest that serves.
 
     Returns:
         `(B, C, L)`, or `(B, N, C, L)` for N kernels, in the dtype of `u`.
@@ -187,7 +215,9 @@ def global_conv(u: Tensor, kernel: Tensor, backend: str = "auto") -> Tensor:
     if torch.jit.is_scripting():  # TorchScript cannot switch autocast off, and only a matrix product is touched by it
         return _fft_conv(v, kernel).to(u.dtype)
     if backend == "auto":
-        backend = _pick_backend(u)
+        backend = "triton" if _runs_in_triton(u, kernel) else _pick_backend(u)
+    if backend == "triton":
+        return _triton_conv(u, kernel)
     if backend == "fft":
         return _fft_conv(v, kernel).to(u.dtype)
     if backend == "cpu":

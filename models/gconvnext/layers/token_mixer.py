@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from . import cpu
+from . import cpu, triton_conv
 from .global_conv import (
     Grid,
     fft_length,
@@ -19,6 +19,7 @@ from .global_conv import (
     map_conv,
     resample_kernel,
     spectrum_conv,
+    two_sided,
     unflatten_map,
 )
 
@@ -31,7 +32,7 @@ class TokenMixer(nn.Module):
     `y = kernel * u + skip * u + bias`, where `u` is the map flattened row by row (`row_gap` zero columns behind each
     row, ours; 0 is the papers' flattening). A kernel's parameters belong to one reference grid; on another map the
     kernel is resampled (`resample_kernel`), a local branch is not. All of it is computed in float32 (float64 stays),
-    whatever the input's dtype, which is returned.
+    whatever the input's dtype, which is returned; but see `FusedGlobalConv`.
 
     A subclass holds the kernel's parameters and says in `merge` what kernel and bias they amount to.
 
@@ -132,8 +133,17 @@ class TokenMixer(nn.Module):
                 f"Got a feature map of {height}x{width} at stride {self.stride}, from an input image smaller than "
                 "32x32 pixels. The network needs at least 32x32: resize or pad the image."
             )
+        grid = (height, width, self.row_gap)
+        if not torch.jit.is_scripting():
+            if self._runs_in_triton(x):
+                return self._mix_in_triton(x, grid)
         u = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-        return self.mix(u, (height, width, self.row_gap)).to(x.dtype)
+        return self.mix(u, grid).to(x.dtype)
+
+    @torch.jit.unused
+    def _runs_in_triton(self, x: Tensor) -> bool:
+        """Whether the GPU kernel serves: for the fused form only, what is trained being evaluated as it is trained."""
+        return False
 
     @torch.jit.ignore
     @torch.no_grad()
@@ -252,6 +262,8 @@ class FusedGlobalConv(TokenMixer):
     tell whether its parameters still have the values that it was made from: version counters miss `p.data.mul_()`, so
     the values themselves are compared, by a hash where the CPU kernel was built and with copies elsewhere. (Other
     devices would have to wait for such a comparison; they make the spectrum anew, for the whole batch.)
+
+    On GPUs half precision, the input's or autocast's, is multiplied as it is, by the Triton kernel (`triton_conv`).
     """
 
     def __init__(self, dim: int, map_size: Tuple[int, int], device=None, dtype=None, **kwargs: Any) -> None:
@@ -275,13 +287,28 @@ class FusedGlobalConv(TokenMixer):
         return self.mix_merged(x, grid)
 
     @torch.jit.unused
+    def _needs_grad(self, x: Tensor) -> bool:
+        return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
+
+    @torch.jit.unused
+    def _runs_in_triton(self, x: Tensor) -> bool:
+        if torch._C._are_functorch_transforms_active() or self._needs_grad(x):
+            return False
+        return triton_conv.serves(x, self.row_gap)
+
+    @torch.jit.unused
+    def _mix_in_triton(self, x: Tensor, grid: Grid) -> Tensor:
+        kernel, bias = self.merge(torch.float32)
+        return triton_conv.convolve(x, two_sided(self.read_kernel(kernel, grid)), bias, grid[2])
+
+    @torch.jit.unused
     def _keeps_spectrum(self, x: Tensor) -> bool:
         """Whether this is plain inference on a CPU: no derivatives, no tracing of any kind."""
         if x.device.type != "cpu" or self.kernel.device.type != "cpu" or type(x) is not Tensor:
             return False
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
             return False
-        return not torch.is_grad_enabled() or not (x.requires_grad or any(p.requires_grad for p in self.parameters()))
+        return not self._needs_grad(x)
 
     @torch.jit.unused
     def _mix_kept(self, x: Tensor, grid: Grid) -> Tensor:
