@@ -65,8 +65,8 @@ def test_maps_of_many_tiles(shape, directions):
 
 def test_large_values_do_not_overflow_float16(monkeypatch):
     monkeypatch.setattr(triton_conv, "MAX_TOEPLITZ", 0)
-    x, kernel, bias = make(2, 2, 48, 4, 0, 2)
-    x = (x.abs() * 400 + 4000).half()  # the plain sum over the rows exceeds 65504
+    x, kernel, bias = make(1, 1, 36, 4, 0, 2)
+    x = (x.abs() * 400 + 6000).half()  # the plain sum over the rows exceeds 65504
     y = triton_conv.convolve(x, two_sided(kernel), bias, 0)
     assert relative_error(y, reference(x, kernel, bias, 0)) < 2e-3
 
@@ -95,13 +95,13 @@ def test_seam_serves_several_kernels_and_nothing_with_derivatives():
         global_conv(u.double(), kernel, backend="triton")
 
 
-@pytest.mark.parametrize("map_size", [(6, 5), (9, 11)])
+@pytest.mark.parametrize("map_size", [(6, 5), (5, 13)])
 @pytest.mark.parametrize("options", [{}, {"row_gap": 3, "local": 7}, {"causal": True}])
 def test_fused_layer_in_half_precision_and_autocast(monkeypatch, options, map_size):
-    layer = SGConv(4, (6, 5), **options).eval().fuse().requires_grad_(False)
-    x = torch.randn(2, 4, *map_size).contiguous(memory_format=torch.channels_last)
+    layer = SGConv(2, (6, 5), **options).eval().fuse().requires_grad_(False)
+    x = torch.randn(2, 2, *map_size).contiguous(memory_format=torch.channels_last)
     expected = layer(x)
-    monkeypatch.setattr(triton_conv, "MAX_TOEPLITZ", 80)
+    monkeypatch.setattr(triton_conv, "MAX_TOEPLITZ", 60)
     monkeypatch.setattr(
         type(layer), "_runs_in_triton", lambda self, x: triton_conv.working_dtype(x) in triton_conv._HALF
     )
