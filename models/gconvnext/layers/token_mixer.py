@@ -292,9 +292,9 @@ class FusedGlobalConv(TokenMixer):
 
     @torch.jit.unused
     def _runs_in_triton(self, x: Tensor) -> bool:
-        if torch._C._are_functorch_transforms_active() or self._needs_grad(x):
+        if not triton_conv.serves(x, self.row_gap) or self._needs_grad(x):
             return False
-        return triton_conv.serves(x, self.row_gap)
+        return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
 
     @torch.jit.unused
     def _mix_in_triton(self, x: Tensor, grid: Grid) -> Tensor:
