@@ -1,10 +1,10 @@
 """The GPU kernel: the global convolution for inference as Toeplitz products on the tensor cores, in Triton.
 
 A channel's convolution is the product of an L x L Toeplitz matrix with that channel's activations, `(L, B)`: the batch
-is the second dimension of a matrix product. The matrix is never stored: a program reads the
-tiles that it multiplies out of eight copies of the channel's 2L - 1 taps, each shifted by one more, so that eight rows
-of a tile are one aligned load. float16 and bfloat16 are multiplied as they are and accumulated in float32; float32 is
-multiplied in IEEE float32, for the tests' sake (the FFT is faster then, and `serves` leaves it to that).
+is the second dimension of a matrix product. The matrix is never stored: a program reads the tiles that it multiplies
+out of eight copies of the channel's 2L - 1 taps, each shifted by one more, so that eight rows of a tile are one aligned
+load. float16 and bfloat16 are multiplied as they are and accumulated in float32; float32 is multiplied in IEEE float32,
+for the tests' sake (the FFT is faster then, and `serves` leaves it to that).
 
 Longer maps are split into rows and columns (ours): a discrete Fourier transform of length 2H - 1 over the rows, as a
 matrix product, leaves for each of its H complex frequencies a Toeplitz product over the columns, `W x W` and complex.
