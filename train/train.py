@@ -7,9 +7,9 @@
         --output output/mrconvnext_tiny --resume auto
 
 DATA is a folder or tar of class folders, a folder with the splits train and val of such folders, or one of timm's
-torch/NAME:FOLDER, hfds/NAME, wds/FOLDER (see gconvnext.data). The output folder gets last.pth (to resume from; also
-when SIGTERM or Ctrl-C stops the run), best.pth (best top-1), metrics.csv, TensorBoard files, curves.png, config.yaml and
-run.json; eval/validate.py and eval/predict.py take the .pth files as they are.
+torch/NAME:FOLDER, hfds/NAME, wds/FOLDER (see gconvnext.data). The output folder gets last.pth (to resume from, also
+when SIGTERM or Ctrl-C stops the run), best.pth (best top-1), metrics.csv, TensorBoard files, curves.png, config.yaml
+and run.json; eval/validate.py and eval/predict.py take the .pth files as they are.
 """
 
 import argparse
