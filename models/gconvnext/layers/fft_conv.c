@@ -203,36 +203,22 @@ static int split(int blocks, int pairs, int threads) {
     return splits < pairs ? splits : pairs;
 }
 
-/* A 64-bit hash of memory in which every bit of the input reaches every bit of the result: four chains of multiplications to 128 bits. */
-static unsigned long long mix(unsigned long long a, unsigned long long b) {
-    unsigned __int128 wide = (unsigned __int128)a * b;
-    return (unsigned long long)(wide >> 64) ^ (unsigned long long)wide;
-}
-
-static void hash_words(unsigned long long *chain, const unsigned char *bytes) {
-    unsigned long long word[8];
-    memcpy(word, bytes, sizeof word);
-    for (int i = 0; i < 4; i++)
-        chain[i] = mix(word[2 * i] ^ 0xd6e8feb86659fd93ull, word[2 * i + 1] ^ chain[i]) ^ (chain[i] << 23 | chain[i] >> 41);
-}
-
-static unsigned long long hash(const unsigned char *bytes, size_t size) {
-    unsigned long long chain[4] = {0x9e3779b97f4a7c15ull, 0xc2b2ae3d27d4eb4full, 0x165667b19e3779f9ull, size};
-    size_t at = 0;
-    for (; at + 64 <= size; at += 64) hash_words(chain, bytes + at);
-    unsigned char rest[64] = {0};
-    memcpy(rest, bytes + at, size - at);
-    hash_words(chain, rest);
-    for (int i = 1; i < 4; i++) chain[0] = mix(chain[0] ^ 0xa0761d6478bd642full, chain[i] ^ 0xe7037ed1a0b428dbull);
+/* A 64-bit hash in which every bit of the words reaches every bit of the result: four chains of multiplications to 128 bits. */
+unsigned long long gconv_fold(const unsigned long long *words, size_t count) {
+    unsigned long long chain[4] = {0x9e3779b97f4a7c15ull, 0xc2b2ae3d27d4eb4full, 0x165667b19e3779f9ull, count};
+    for (size_t at = 0; at < count; at += 8) {
+        unsigned long long word[8] = {0};
+        memcpy(word, words + at, sizeof *words * (count - at < 8 ? count - at : 8));
+        for (int i = 0; i < 4; i++) {
+            unsigned __int128 mixed = (unsigned __int128)(word[2 * i] ^ 0xd6e8feb86659fd93ull) * (word[2 * i + 1] ^ chain[i]);
+            chain[i] = (unsigned long long)(mixed >> 64) ^ (unsigned long long)mixed ^ (chain[i] << 23 | chain[i] >> 41);
+        }
+    }
+    for (int i = 1; i < 4; i++) {
+        unsigned __int128 mixed = (unsigned __int128)(chain[0] ^ 0xa0761d6478bd642full) * (chain[i] ^ 0xe7037ed1a0b428dbull);
+        chain[0] = (unsigned long long)(mixed >> 64) ^ (unsigned long long)mixed;
+    }
     return chain[0];
-}
-
-enum { HASHED_AT_ONCE = 1 << 17 };
-
-static void hash_part(const task *t, int item, float *scratch) {
-    size_t start = (size_t)item * HASHED_AT_ONCE, rest = t->size - start;
-    (void)scratch;
-    t->hashes[item] = hash((const unsigned char *)t->x + start, rest < HASHED_AT_ONCE ? rest : HASHED_AT_ONCE);
 }
 
 /* A hash of `size` bytes, to notice that they were changed. */
@@ -240,8 +226,8 @@ EXPORT int gconv_hash(const void *bytes, size_t size, unsigned long long *result
     task t = {0};
     int parts = (int)((size + HASHED_AT_ONCE - 1) / HASHED_AT_ONCE);
     t.x = bytes, t.size = size, t.hashes = allocate(sizeof(unsigned long long) * parts);
-    int failed = !t.hashes || run(&t, hash_part, parts, 0, 1, threads, start);
-    if (!failed) *result = hash((const unsigned char *)t.hashes, sizeof(unsigned long long) * parts);
+    int failed = !t.hashes || run(&t, choose(&(plan){.half = 1})->hash_part, parts, 0, 1, threads, start);
+    if (!failed) *result = gconv_fold(t.hashes, parts);
     free(t.hashes);
     return failed;
 }

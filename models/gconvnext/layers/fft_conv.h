@@ -54,8 +54,12 @@ typedef void item_function(const task *, int item, float *scratch);
 
 typedef struct instruction_set {
     int lanes;
-    item_function *convolve, *differentiate, *collect, *analyse_kernel, *pack, *measure, *collect_power;
+    item_function *convolve, *differentiate, *collect, *analyse_kernel, *pack, *measure, *collect_power, *hash_part;
 } instruction_set;
+
+enum { HASHED_AT_ONCE = 1 << 16 }; /* bytes */
+
+unsigned long long gconv_fold(const unsigned long long *words, size_t count); /* a hash of them */
 
 extern const instruction_set gconv_baseline, gconv_avx2, gconv_avx512;
 
