@@ -286,7 +286,7 @@ def load_model(
         model.load_state_dict(state_dict)
     except RuntimeError as error:
         raise ValueError(f"the weights in {checkpoint} do not fit {arch!r} with {model_args}: {error}") from error
-    if img_size is not None and get_pretrained_cfg_value(arch, "fixed_input_size"):
+    if img_size is not None and getattr(model, "pretrained_cfg", {}).get("fixed_input_size"):
         model.set_input_size(img_size=(img_size, img_size))
     weights = "ema" if use_ema and content.get("state_dict_ema") is not None else "plain"
     return _loaded(model, arch, weights, content, img_size)

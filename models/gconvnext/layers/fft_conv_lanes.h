@@ -646,9 +646,9 @@ static void hash_part(const task *t, int item, float *scratch) {
     const char *bytes = (const char *)t->x + start;
     words key = {0x9e3779b97f4a7c15ull, 0xc2b2ae3d27d4eb4full, 0x165667b19e3779f9ull, 0xd6e8feb86659fd93ull,
                  0xa0761d6478bd642full, 0xe7037ed1a0b428dbull, 0x8ebc6af09c88c6e3ull, 0x589965cc75374cc3ull};
-    words sums[2] = {{0}, {0}};
     (void)scratch;
     if (size > HASHED_AT_ONCE) size = HASHED_AT_ONCE;
+    words sums[2] = {{0}, {size}};
     for (size_t at = 0; at < size; at += sizeof(words)) {
         words word = {0};
         if (size - at >= sizeof word) memcpy(&word, bytes + at, sizeof word);
