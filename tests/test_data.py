@@ -7,6 +7,8 @@ import logging
 import os
 import random
 import struct
+import subprocess
+import sys
 import tarfile
 import unicodedata
 
@@ -30,6 +32,7 @@ from gconvnext.data import (
 from gconvnext.data.classes import imagenet_ids
 from gconvnext.data.loaders import SeededErasing
 from PIL import Image
+from scripting import ROOT
 from timm.data import ImageNetInfo
 from timm.data.loader import PrefetchLoader
 
@@ -248,14 +251,14 @@ BROKEN = [b"", b"no image", *map(truncated, ("PNG", "JPEG", "WEBP", "GIF", "BMP"
 @pytest.mark.parametrize("content", BROKEN, ids=["empty", "text", "png", "jpeg", "webp", "gif", "bmp", "tiff"])
 def test_unreadable_image_is_marked_or_replaced(tmp_path, caplog, content):
     write_classes(tmp_path, ["blue", "red"])
-    (tmp_path / "blue" / "1.png").write_bytes(content)
+    (tmp_path / "blue" / "2.png").write_bytes(content)
     with caplog.at_level(logging.WARNING):
         images, targets = read(open_dataset(tmp_path))
-    assert targets.tolist() == [0, UNREADABLE, 0, 1, 1, 1]
-    assert "blue/1.png cannot be read as an image" in caplog.text.replace(os.sep, "/")
+    assert targets.tolist() == [0, 0, UNREADABLE, 1, 1, 1]
+    assert "blue/2.png cannot be read as an image" in caplog.text.replace(os.sep, "/")
     images, targets = read(open_dataset(tmp_path, replace_unreadable=True))
-    assert targets.tolist() == [0, 0, 0, 1, 1, 1]
-    assert torch.equal(images[1], images[2])
+    assert targets.tolist() == [0, 0, 1, 1, 1, 1]
+    assert torch.equal(images[2], images[3])
 
 
 # ImageNet as it comes -------------------------------------------------------------------------------------------------
@@ -652,6 +655,20 @@ def test_batches_on_a_gpu_repeat_themselves(tmp_path, workers):
     assert_same_batches(epoch_of(loader, 1, start=2), expected[2:])
 
 
+def test_a_process_that_fails_does_not_wait_for_its_workers(tmp_path):
+    script = f"""
+import torch
+from gconvnext.data import create_train_loader, open_source
+loader = create_train_loader(open_source({str(write_noise(tmp_path))!r}), {CONFIG}, 4, 2, torch.device("cpu"))
+next(iter(loader))
+raise RuntimeError("what may happen")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "models")}
+    command = [sys.executable, "-c", script]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 1 and process.stderr.endswith("\nRuntimeError: what may happen\n")
+
+
 def test_unknown_augmentation_policy(tmp_path):
     with pytest.raises(ValueError, match="auto_augment: 'randy-m9' is none of timm's policies"):
         train_loader(write_classes(tmp_path), auto_augment="randy-m9")
@@ -927,6 +944,18 @@ def test_training_on_shards_repeats_itself(tmp_path, workers):
     assert not torch.equal(first[0][0], second[0][0])
     assert_same_batches(epoch_of(again, 1, start=2), second[2:])
     assert_same_batches(epoch_of(again, 0), first)
+
+
+@needs("webdataset")
+def test_shards_are_augmented_anew_in_each_epoch_and_process(tmp_path):
+    source, draws = f"wds/{write_shards(tmp_path / 'shards')}", []
+    for epoch, rank in ((0, 0), (1, 0), (0, 1)):
+        dataset = open_source(source, "train", is_training=True)
+        create_train_loader(dataset, CONFIG, 4, 0, torch.device("cpu"), rank=rank, world_size=2)
+        dataset.transform = lambda image: random.random()
+        dataset.set_epoch(epoch)
+        draws += [draw for draw, _ in dataset]
+    assert len(set(draws)) == len(draws) == 36
 
 
 @needs("webdataset")

@@ -145,7 +145,7 @@ def test_a_signal_to_a_process_with_workers_saves_and_exits_cleanly(data, tmp_pa
     os.killpg(process.pid, signal.SIGTERM)  # as a scheduler does: the workers too
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert "saved in" in out and not err.strip()
+    assert "saved in" in out and "Traceback" not in err
     content = state(output)
     assert content["training"]["progress"]["epoch"] >= 1
     load_model(checkpoint=output / "last.pth")

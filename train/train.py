@@ -555,7 +555,7 @@ def check_loss(run: Run) -> None:
 def measure(run: Run) -> dict[str, float]:
     """Figures of the epoch that was just trained, with those on the validation images where there are any."""
     loss_sum, images, unreadable = run.world.sum(
-        [run.progress.loss_sum, run.progress.images, getattr(run.train_loader.dataset, "replaced", 0)]
+        [run.progress.loss_sum, run.progress.images, run.train_loader.dataset.replaced]
     )
     figures = {
         "epoch": run.progress.epoch + 1,

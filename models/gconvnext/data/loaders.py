@@ -1,5 +1,9 @@
 """Batches to train and to measure on."""
 
+import atexit
+import functools
+import multiprocessing
+import os
 import signal
 from collections.abc import Iterator
 from itertools import islice
@@ -26,14 +30,25 @@ def _set_channels(dataset: ImageDataset | ShardDataset, data_config: dict[str, A
     return {**data_config, **{key: adapt_to_chs(data_config[key], channels) for key in ("mean", "std")}}
 
 
-def _start_worker(_: Any) -> int:
+_ending = multiprocessing.RawValue("b", False)  # whether this process ends
+
+
+@atexit.register  # after multiprocessing's own, and so called before it
+def _say_end() -> None:
+    _ending.value = True
+
+
+def _start_worker(ending: Any, _: Any) -> int:
     """Leaves signals to stop to the process that a decoding worker works for; the worker ends when that does.
+
+    Workers may be sent them too (by Slurm, for one), while that process still needs images. At its end multiprocessing
+    sends SIGTERM to those of a loader still in use, as after an error, and waits for them: only that one counts.
 
     Returns:
         The seed of the worker's generators, as timm wants it.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if ending.value else None)
     return get_worker_info().seed
 
 
@@ -72,7 +87,7 @@ def create_loader(
         device=device,
         use_prefetcher=cuda,
         pin_memory=cuda,
-        worker_seeding=_start_worker,
+        worker_seeding=functools.partial(_start_worker, _ending),
         **data_config,
         **options,
     )
@@ -235,7 +250,7 @@ def create_train_loader(
         dataset,
         **batches,
         num_workers=workers,
-        worker_init_fn=_start_worker,
+        worker_init_fn=functools.partial(_start_worker, _ending),
         collate_fn=fast_collate if cuda else default_collate,
         pin_memory=cuda,
         persistent_workers=workers > 0 and not shards,  # shards take their shuffle's seed when a worker starts
