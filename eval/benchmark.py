@@ -33,12 +33,11 @@ from gconvnext.benchmark import (
     parse_model,
     peak_memory,
     read_accuracy,
-    write_rows,
 )
 from gconvnext.checkpoint import check_model_name
 from gconvnext.global_convnext import SIZES
 from gconvnext.layers import MRConv, SGConv
-from gconvnext.scripts import check_results_file, default_device, positive_int, run
+from gconvnext.scripts import check_results_file, default_device, positive_int, run, write_rows
 from torch import Tensor, nn
 
 PEERS = (  # the first is the baseline

@@ -16,10 +16,10 @@ from typing import Any
 
 import gconvnext  # noqa: F401  registers the models
 import timm
-from gconvnext.benchmark import make_model, parse_model, write_rows
+from gconvnext.benchmark import make_model, parse_model
 from gconvnext.flops import count_flops, global_conv_flops, mixer_flops
 from gconvnext.layers import MRConv
-from gconvnext.scripts import check_results_file, positive_int, run
+from gconvnext.scripts import check_results_file, positive_int, run, write_rows
 
 DEFAULT_MODELS = [
     f"{family}_{size}" for size in ("tiny", "small", "base", "large") for family in ("convnext", "sgconvnext")

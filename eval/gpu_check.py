@@ -30,11 +30,11 @@ import gconvnext  # noqa: F401  registers the models
 import torch
 import torch.nn.functional as F
 from gconvnext import benchmark
-from gconvnext.benchmark import Spread, Step, interleave, make_model, write_rows
+from gconvnext.benchmark import Spread, Step, interleave, make_model
 from gconvnext.checkpoint import fuse
 from gconvnext.layers import MRConv, SGConv, global_conv, triton_conv
 from gconvnext.layers.global_conv import two_sided
-from gconvnext.scripts import check_results_file, default_device, positive_int, run
+from gconvnext.scripts import check_results_file, default_device, positive_int, run, write_rows
 from torch import Tensor, nn
 
 DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # and the largest relative error

@@ -44,8 +44,7 @@ from gconvnext.scripts import (
     positive_int,
     run,
     summarise,
-    write_csv,
-    write_json,
+    write_rows,
 )
 from gconvnext.training import World, init_world
 from timm.utils import check_batch_size_retry, decay_batch_step, natural_key
@@ -360,14 +359,6 @@ def settings_of(job: Job, args: argparse.Namespace, world: World) -> dict[str, A
     }
 
 
-def write_results(path: str, rows: list[dict[str, Any]]) -> None:
-    """Writes the rows so far to `path`, which ends in .csv or .json."""
-    if path.endswith(".csv"):
-        write_csv(path, _COLUMNS, rows)
-    else:
-        write_json(path, rows)
-
-
 def main() -> int:
     args = parse_args()
     if args.results_file:
@@ -397,7 +388,7 @@ def main() -> int:
                 traceback.print_exc()
         rows.append(row)
         if args.results_file and world.is_primary:
-            write_results(args.results_file, rows)
+            write_rows(args.results_file, rows)
     bad = sum(bool(row["error"] or row["unreadable"] or row["missing"]) for row in rows)
     if len(jobs) > 1:
         say(f"\n{len(rows)} rows, {bad} of them with errors" + (f": {args.results_file}" if args.results_file else ""))

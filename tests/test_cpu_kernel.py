@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from gconvnext.layers import MRConv, SGConv, cpu, fft_length, global_conv, resample_kernel
 from gconvnext.layers.global_conv import flatten_map, map_conv, unflatten_map
 from reference import direct_conv, relative_error
+from torch.library import opcheck
 
 needs_extension = pytest.mark.skipif(not cpu.available(), reason="the extension is not built")
 INSTRUCTIONS = ["avx512", "avx2", "baseline"]
@@ -144,7 +145,7 @@ def test_operators_are_registered_properly():
         "pack_bins": (bins, height, width, gap),
         "power": (x, gap),
     }.items():
-        torch.library.opcheck(getattr(torch.ops.gconvnext, name).default, arguments)
+        opcheck(getattr(torch.ops.gconvnext, name).default, arguments)
 
 
 @needs_extension

@@ -454,10 +454,10 @@ def test_results_are_written_after_each_model(tmp_path):
 
     def stop_at_the_second(*args):
         sizes.append(len(args[1]))
-        module.write_csv(args[0], module._COLUMNS, args[1])
+        write_csv(args[0], module._COLUMNS, args[1])
         Reader.fails = KeyboardInterrupt()
 
-    module.write_results = stop_at_the_second
+    module.write_rows = stop_at_the_second
     argv, sys.argv = sys.argv, ["validate.py", str(data), "--checkpoint", *[str(checkpoint)] * 2, "--workers", "0"]
     sys.argv += ["--results-file", str(results)]
     try:

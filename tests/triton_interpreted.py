@@ -5,6 +5,7 @@ import torch
 from gconvnext.layers import SGConv, global_conv, triton_conv
 from gconvnext.layers.global_conv import flatten_map, two_sided, unflatten_map
 from reference import direct_conv, relative_error
+from torch.library import opcheck
 from triton.runtime import interpreter
 
 ERROR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -80,7 +81,7 @@ def test_operator_takes_any_strides(tiles):
 
 def test_operator_is_registered_whole():
     x, kernel, bias = make(2, 3, 4, 4, 0, 2)
-    torch.library.opcheck(triton_conv.toeplitz, (x.flatten(2), two_sided(kernel), bias, 15))
+    opcheck(triton_conv.toeplitz, (x.flatten(2), two_sided(kernel), bias, 15))
 
 
 def test_seam_serves_several_kernels_and_nothing_with_derivatives():

@@ -34,7 +34,7 @@ from gconvnext.checkpoint import (
     load_training_checkpoint,
     save_checkpoint,
 )
-from gconvnext.config import parse_with_config, save_config
+from gconvnext.config import parse_with_config, plain, save_config
 from gconvnext.data import create_loader, create_train_loader, find_splits, open_source
 from gconvnext.optim import param_groups
 from gconvnext.scripts import WORKERS, ModelKwargs, evaluate, positive_int, run
@@ -246,10 +246,11 @@ def create_loaders(
     args: argparse.Namespace, train: Any, val: Any, data_config: dict[str, Any], world: World
 ) -> tuple[Any, Any]:
     """The augmented, shuffled training loader and the plain validation loader (None without data)."""
+    batch_size = local_batch_size(args, world)
     train_loader = create_train_loader(
         train,
         data_config,
-        local_batch_size(args, world),
+        batch_size,
         args.workers,
         world.device,
         seed=args.seed,
@@ -266,7 +267,6 @@ def create_loaders(
         raise ValueError(f"{args.data} has fewer images than one batch of {args.batch_size}: give a smaller one.")
     if val is None:
         return train_loader, None
-    batch_size = local_batch_size(args, world)
     return train_loader, create_loader(
         val, data_config, batch_size, args.workers, world.device, rank=world.rank, world_size=world.size
     )
@@ -385,6 +385,11 @@ class Run:
     def updates_per_epoch(self) -> int:
         """Optimizer steps an epoch; a last, incomplete batch is left out."""
         return len(self.train_loader) // self.args.grad_accum_steps
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps done since the start of the training."""
+        return self.progress.epoch * self.updates_per_epoch + self.progress.update
 
 
 def create_run(args: argparse.Namespace, world: World, stop: StopSignal) -> Run:
@@ -526,9 +531,8 @@ def train_update(run: Run, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.optimizer.zero_grad()
-    update = progress.epoch * run.updates_per_epoch + progress.update + 1
-    run.scheduler.step_update(update)
-    run.task.update_ema(step=update)
+    run.scheduler.step_update(run.updates + 1)
+    run.task.update_ema(step=run.updates + 1)
 
 
 def check_loss(run: Run) -> None:
@@ -634,9 +638,8 @@ def resume(run: Run) -> None:
     run.optimizer.load_state_dict(content["training"]["optimizer"])
     run.scaler.load_state_dict(content["training"]["scaler"])
     run.progress.restore(content["training"]["progress"], run.world)
-    run.scheduler.step_update(run.progress.epoch * run.updates_per_epoch + run.progress.update)
-    done = run.progress.epoch * run.updates_per_epoch + run.progress.update
-    total, squares = run.world.sum([done, done * done])
+    run.scheduler.step_update(run.updates)
+    total, squares = run.world.sum([run.updates, run.updates**2])
     if run.world.size * squares != total * total:  # their spread
         raise ValueError(f"the processes find different {path}: --output must be on a disk that all machines share.")
     if run.progress.epoch > run.args.epochs:
@@ -654,7 +657,7 @@ def resume(run: Run) -> None:
 def check_resumable(run: Run, path: Path, content: dict[str, Any]) -> None:
     """Raises ValueError if options or data that the training depends on are not those of the checkpoint."""
     old, new = content["args"], vars(run.args)
-    changed = {key: (old.get(key), new[key]) for key in new if _plain(old.get(key)) != _plain(new[key])}
+    changed = {key: (old.get(key), new[key]) for key in new if plain(old.get(key)) != plain(new[key])}
     refused = {key: value for key, value in changed.items() if key not in _MAY_CHANGE}
     if refused:
         options = ", ".join(f"--{key.replace('_', '-')} {a} -> {b}" for key, (a, b) in refused.items())
@@ -671,10 +674,6 @@ def check_resumable(run: Run, path: Path, content: dict[str, Any]) -> None:
         )
     if "epochs" in changed and run.world.is_primary:
         print(f"the schedule changes from {old['epochs']} to {new['epochs']} epochs")
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def open_output(run: Run) -> Any:

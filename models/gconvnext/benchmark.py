@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .checkpoint import check_model_name, create_model, fuse, img_size_args
-from .scripts import default_device, write_csv, write_json
+from .scripts import default_device
 
 __all__ = [
     "Setting",
@@ -33,7 +33,6 @@ __all__ = [
     "parse_model",
     "peak_memory",
     "read_accuracy",
-    "write_rows",
 ]
 
 TURN_SECONDS = 0.2  # a turn repeats a shorter step this long, so that the clock and the caches' refill do not count
@@ -256,11 +255,3 @@ def check_plot_file(path: str) -> None:
         raise ValueError(f"{path}: the plot must be a .png, .svg or .pdf in an existing folder.")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("a plot needs matplotlib: pip install matplotlib.")
-
-
-def write_rows(path: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes rows with the same keys to `path`, which ends in .csv or .json."""
-    if path.endswith(".csv"):
-        write_csv(path, list(rows[0]), rows)
-    else:
-        write_json(path, list(rows))

@@ -98,7 +98,7 @@ def save_config(folder: Path, args: argparse.Namespace) -> None:
 
     `run.json` gets one entry each time the run is started or resumed.
     """
-    options = {key: _plain(value) for key, value in vars(args).items() if key not in _NOT_IN_CONFIGS}
+    options = {key: plain(value) for key, value in vars(args).items() if key not in _NOT_IN_CONFIGS}
     text = yaml.safe_dump({key: value for key, value in options.items() if value is not None}, sort_keys=False)
     path = folder / "run.json"
     try:
@@ -111,11 +111,12 @@ def save_config(folder: Path, args: argparse.Namespace) -> None:
     write_json(path, runs)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """An option's value as YAML has it: lists for tuples, text for what is no number, flag or text."""
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.library import custom_op
 
 from .layers import MRConv, TokenMixer
 
@@ -89,7 +90,7 @@ def mixer_flops(mixer: TokenMixer, map_size: Sequence[int]) -> int:
     return round(mixer.dim * (operations / 2 + 5 * mixer.num_branches * height * width))
 
 
-@torch.library.custom_op("gconvnext::counted", mutates_args=())
+@custom_op("gconvnext::counted", mutates_args=())
 def _counted(x: Tensor, flops: int) -> Tensor:
     return torch.empty_like(x)
 

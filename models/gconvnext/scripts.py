@@ -217,6 +217,14 @@ def write_json(path: str | Path, content: Any) -> None:
         file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
+def write_rows(path: str | Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes rows with the same keys to `path`, which ends in .csv or .json (see `check_results_file`)."""
+    if Path(path).suffix == ".csv":
+        write_csv(path, list(rows[0]), rows)
+    else:
+        write_json(path, list(rows))
+
+
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[TextIO]:
     """A text file that takes the place of `path` once it is written."""

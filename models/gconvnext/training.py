@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from timm.utils.distributed import init_distributed_device_so
 
-from .scripts import write_csv
+from .scripts import default_device, write_csv
 
 # Processes ------------------------------------------------------------------------------------------------------------
 
@@ -50,8 +50,7 @@ class World:
 
 def init_world() -> World:
     """Joins the processes that torchrun or srun started; one process alone otherwise. GPUs are used where there are."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    info = init_distributed_device_so(device)
+    info = init_distributed_device_so(default_device().type)
     control = dist.new_group(backend="gloo") if info["distributed"] else None
     return World(torch.device(info["device"]), info["global_rank"], info["world_size"], control)
 

@@ -60,7 +60,6 @@ def create_loader(
     device: torch.device,
     rank: int = 0,
     world_size: int = 1,
-    **options: Any,
 ) -> Any:
     """timm's loader of (images (B, C, H, W), targets (B,)) to measure on: sequential and complete.
 
@@ -74,7 +73,6 @@ def create_loader(
         rank: This process's number among those that share the images. Each gets every `world_size`-th (of a `wds/`
             source: shard), so that none counts twice; the numbers may differ by one, and be 0.
         world_size: Number of these processes.
-        options: timm's other options.
     """
     cuda = device.type == "cuda"  # timm's prefetcher is for accelerators only
     data_config = _set_channels(dataset, data_config)
@@ -89,7 +87,6 @@ def create_loader(
         pin_memory=cuda,
         worker_seeding=functools.partial(_start_worker, _ending),
         **data_config,
-        **options,
     )
 
 

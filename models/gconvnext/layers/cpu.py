@@ -15,6 +15,7 @@ from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
+from torch.library import Library, register_autograd, register_fake
 
 __all__ = ["apply_spectrum", "available", "content_hash", "convolve", "make_spectrum", "measure_power"]
 
@@ -126,7 +127,7 @@ def make_spectrum(kernel: Tensor, height: int, width: int, gap: int) -> Tensor:
     return spectrum
 
 
-_operators = torch.library.Library("gconvnext", "DEF")
+_operators = Library("gconvnext", "DEF")
 _operators.define("conv(Tensor x, Tensor kernel, Tensor bias, int gap) -> Tensor")
 _operators.define(
     "conv_backward(Tensor g, Tensor x, Tensor kernel, int gap, bool[] needed) -> (Tensor, Tensor, Tensor)"
@@ -193,28 +194,28 @@ for _name, _function in (
     _operators.impl(_name, _function, "CPU")
 
 
-@torch.library.register_fake("gconvnext::conv", lib=_operators)
+@register_fake("gconvnext::conv", lib=_operators)
 def _(x: Tensor, kernel: Tensor, bias: Tensor, gap: int) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("gconvnext::conv_backward", lib=_operators)
+@register_fake("gconvnext::conv_backward", lib=_operators)
 def _(g: Tensor, x: Tensor, kernel: Tensor, gap: int, needed: List[bool]) -> Tuple[Tensor, Tensor, Tensor]:
     shapes = (x.shape, kernel.shape, (x.shape[-1],))
     return tuple(x.new_empty(shape if need else 0) for need, shape in zip(needed, shapes, strict=True))
 
 
-@torch.library.register_fake("gconvnext::conv_spectrum", lib=_operators)
+@register_fake("gconvnext::conv_spectrum", lib=_operators)
 def _(x: Tensor, spectrum: Tensor, bias: Tensor, addend: Optional[Tensor], gap: int) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("gconvnext::pack_bins", lib=_operators)
+@register_fake("gconvnext::pack_bins", lib=_operators)
 def _(bins: Tensor, height: int, width: int, gap: int) -> Tensor:
     return _empty_spectrum(bins, bins.shape[0], _plan(int(height), int(width), gap))
 
 
-@torch.library.register_fake("gconvnext::power", lib=_operators)
+@register_fake("gconvnext::power", lib=_operators)
 def _(x: Tensor, gap: int) -> Tuple[Tensor, Tensor]:
     batch, height, width, channels = x.shape
     return x.new_empty(channels, _bins(height, width, gap)), x.new_empty(batch, channels)
@@ -238,9 +239,9 @@ def _refuse(ctx, *gradients: Tensor) -> None:
     )
 
 
-torch.library.register_autograd("gconvnext::conv", _differentiate_conv, setup_context=_save_conv, lib=_operators)
+register_autograd("gconvnext::conv", _differentiate_conv, setup_context=_save_conv, lib=_operators)
 for _name in ("conv_backward", "conv_spectrum", "pack_bins", "power"):
-    torch.library.register_autograd(f"gconvnext::{_name}", _refuse, lib=_operators)
+    register_autograd(f"gconvnext::{_name}", _refuse, lib=_operators)
 
 
 def convolve(x: Tensor, kernel: Tensor, bias: Tensor, gap: int) -> Tensor:

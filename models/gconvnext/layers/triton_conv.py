@@ -34,6 +34,7 @@ from typing import Any, Callable, Optional, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import custom_op
 
 __all__ = ["available", "convolve", "serves", "toeplitz", "working_dtype"]
 
@@ -146,7 +147,7 @@ def _shifted_copies(taps: Tensor, centre: int, last: int) -> tuple[Tensor, int]:
     return taps.unfold(-1, pitch, 1).contiguous(), new_centre
 
 
-@torch.library.custom_op("gconvnext::toeplitz", mutates_args=())
+@custom_op("gconvnext::toeplitz", mutates_args=())
 def toeplitz(
     x: Tensor,
     taps: Tensor,
