@@ -1,5 +1,6 @@
 """The layers: the global convolution, the two families' token mixers and the fused form."""
 
+from .feed_forward import residual_feed_forward
 from .global_conv import BACKENDS, Grid, fft_length, global_conv, local_kernel, resample_kernel
 from .mrconv import KINDS, NORMS, MRConv, spectral_moments
 from .sgconv import SGConv
@@ -19,5 +20,6 @@ __all__ = [
     "global_conv",
     "local_kernel",
     "resample_kernel",
+    "residual_feed_forward",
     "spectral_moments",
 ]
