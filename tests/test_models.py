@@ -8,13 +8,16 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from gconvnext.layers import KINDS, FusedGlobalConv
+from gconvnext import global_convnext
+from gconvnext.layers import KINDS, FusedGlobalConv, residual_feed_forward
 from reference import direct_conv, relative_error, resample_in_loops
 from timm.models import get_model_input_config
 from timm.models._features import FeatureGetterNet
+from timm.models.convnext import ConvNeXtBlock
 from timm.optim import param_groups_layer_decay
 from timm.utils import ModelEmaV2, ModelEmaV3, reparameterize_model
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 ALL = timm.list_models(["sgconvnext_*", "mrconvnext_*"])
 SMALL = [name for name in ALL if "_atto" in name]  # one of each family
@@ -330,6 +333,177 @@ def test_fused_model_keeps_dtype_and_trains():
     assert {parameter.dtype for parameter in fused.parameters()} == {torch.bfloat16}
     fused.train()(images(64, 64).bfloat16()).sum().backward()
     assert all(parameter.grad is not None for parameter in fused.parameters())
+
+
+# ---- Inference by rows ---------------------------------------------------------------------------------------------
+
+BLOCKS = [("sgconvnext_atto", {}), ("mrconvnext_atto", {}), ("mrconvnext_atto_local", {})]
+BLOCKS += [("sgconvnext_atto", {"conv_mlp": False}), ("sgconvnext_atto", {"ls_init_value": None})]
+
+
+@pytest.fixture
+def runs_by_rows(monkeypatch):
+    """A list that gets an entry for every block that runs by rows."""
+    calls = []
+
+    def listening(x, *args):
+        calls.append(tuple(x.shape))
+        return residual_feed_forward(x, *args)
+
+    monkeypatch.setattr(global_convnext, "residual_feed_forward", listening)
+    return calls
+
+
+def first_block(name: str = "sgconvnext_atto", **kwargs) -> nn.Module:
+    return make(name, **kwargs).eval().stages[0].blocks[0]
+
+
+def features(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("name,options", BLOCKS, ids=option_id)
+@pytest.mark.parametrize("shape", [(1, 40, 8, 8), (3, 40, 9, 13), (2, 40, 56, 56), (1, 40, 97, 83)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_block_by_rows_equals_timms(name, options, shape, layout, runs_by_rows):
+    block = first_block(name, **options)
+    x = features(*shape).to(memory_format=layout)
+    before = x.clone()
+    with torch.no_grad():
+        y = block(x)
+        reference = ConvNeXtBlock.forward(copy.deepcopy(block).double(), x.double())
+    assert runs_by_rows == [(shape[0] * shape[2] * shape[3], 40)]
+    assert y.shape == x.shape and relative_error(y, reference) < 2e-6
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("onednn", [True, False])
+def test_rows_without_onednn_and_of_a_slice(onednn, runs_by_rows):
+    block = first_block()
+    x = features(4, 80, 30, 31)[1:, ::2, 1:, :-1]  # no dense layout
+    with torch.no_grad(), torch.backends.mkldnn.flags(enabled=onednn):
+        y = block(x)
+        reference = ConvNeXtBlock.forward(copy.deepcopy(block).double(), x.double())
+    assert len(runs_by_rows) == 1 and relative_error(y, reference) < 2e-6
+
+
+def test_rows_follow_the_weights(runs_by_rows):
+    block, x = first_block(), features(2, 40, 14, 14)
+    with torch.no_grad():
+        block(x)
+        block.mlp.fc1.weight.mul_(2.0)
+        block.norm.bias = nn.Parameter(features(40))
+        block.gamma.fill_(-0.5)
+        reference = ConvNeXtBlock.forward(copy.deepcopy(block).double(), x.double())
+        assert relative_error(block(x), reference) < 2e-6
+    assert len(runs_by_rows) == 2
+
+
+class Doubled(nn.Conv2d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def hooked(block):
+    block.mlp.fc1.register_forward_hook(lambda module, args, y: 2 * y if y.dim() == 4 else 1 / 0)
+
+
+def pre_hooked(block):
+    block.norm.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+
+
+def of_another_class(block):
+    block.mlp.fc2.__class__ = Doubled
+
+
+def parametrised(block):
+    nn.utils.parametrizations.weight_norm(block.mlp.fc2)
+    with torch.no_grad():
+        block.mlp.fc2.parametrizations.weight.original0.mul_(2)
+
+
+def with_a_forward_of_its_own(block):
+    block.mlp.forward = lambda x: 2 * x
+
+
+def with_another_activation(block):
+    block.mlp.act = nn.Tanh()
+
+
+def without_norm(block):
+    block.norm = nn.Identity()
+
+
+def with_dropout(block):
+    block.mlp.drop2 = nn.Dropout(0.5).train()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [hooked, pre_hooked, of_another_class, parametrised, with_a_forward_of_its_own, with_another_activation]
+    + [without_norm, with_dropout],
+)
+def test_a_changed_block_runs_module_by_module(change, runs_by_rows):
+    block, x = first_block(), features(2, 40, 14, 14)
+    with torch.no_grad():
+        unchanged = block(x)
+        assert len(runs_by_rows) == 1
+        change(block)
+        torch.manual_seed(0)
+        y = block(x)
+        torch.manual_seed(0)
+        reference = ConvNeXtBlock.forward(block, x)
+    assert len(runs_by_rows) == 1
+    assert torch.equal(y, reference) and not torch.allclose(y, unchanged)
+
+
+@pytest.mark.parametrize("options", [{"use_grn": True}, {"drop_path_rate": 0.5}, {"act_layer": "relu"}], ids=option_id)
+def test_other_convnexts_run_module_by_module(options, runs_by_rows):
+    model = make("sgconvnext_atto", **options).eval()
+    model.stages[1].blocks[0].drop_path.train(options == {"drop_path_rate": 0.5})
+    block, x = model.stages[1].blocks[0], features(2, 80, 14, 14)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        y = block(x)
+        torch.manual_seed(0)
+        reference = ConvNeXtBlock.forward(block, x)
+    assert runs_by_rows == [] and torch.equal(y, reference)
+
+
+def test_everything_but_plain_inference_runs_module_by_module(runs_by_rows):
+    block, x = first_block(), features(2, 40, 14, 14)
+    assert block(x).requires_grad
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            block(x)
+        block.double()(x.double())
+        block.float()
+        torch.jit.trace(block, x, check_trace=False)
+        torch.func.functional_call(block, {"gamma": 2 * block.gamma}, (x,))
+        with FlopCounterMode(display=False) as counter:
+            block(x)
+    assert runs_by_rows == [] and counter.get_total_flops() >= 2 * 2 * x.numel() * 4 * 40
+    remove = nn.modules.module.register_module_forward_hook(lambda module, args, y: None)
+    try:
+        with torch.inference_mode():
+            block(x)
+            assert runs_by_rows == []
+    finally:
+        remove.remove()
+    with torch.inference_mode():
+        block(x)
+    assert len(runs_by_rows) == 1
+
+
+def test_functional_call_replaces_the_parameters_of_rows():
+    block, x = first_block(), features(2, 40, 14, 14)
+    with torch.no_grad():
+        replaced = {"mlp.fc1.weight": 2 * block.mlp.fc1.weight, "norm.bias": 1 + block.norm.bias}
+        y = torch.func.functional_call(block, replaced, (x,))
+        changed = copy.deepcopy(block)
+        changed.mlp.fc1.weight.mul_(2)
+        changed.norm.bias.add_(1)
+        assert relative_error(y, changed(x)) < 1e-6
 
 
 # ---- Resolution ----------------------------------------------------------------------------------------------------
